@@ -1,0 +1,1 @@
+//! kvlane for Python.

@@ -1,0 +1,307 @@
+//! Blocks and their hashes: the chain rule, its seeds and its salt.
+//!
+//! # Rule
+//! A prompt is cut into blocks of [`BlockSize`] tokens; an incomplete tail has no hash. The *local hash* of a block is
+//! XXH3-64 (seed [`TOKEN_SEED`]) over its tokens as little-endian u32, followed by the block's salt parts. A part is one tag
+//! byte, its length as little-endian u32, and its bytes; an absent or empty part adds nothing. Parts, in this order:
+//!
+//! | tag | part | in blocks |
+//! |---|---|---|
+//! | 1 | adapter (LoRA) name, UTF-8 | the first |
+//! | 2 | cache salt, UTF-8 | the first |
+//! | 3 | media: offset of its first token from the block's first token as little-endian i64, then the digest | every block it touches |
+//! | 4 | anything else an engine mixed in | as published |
+//!
+//! Adapter and salt stand in the first block alone because the engines publish the salt there alone; the chain carries
+//! them on. The *sequence hash* of the first block is its local hash; afterwards it is [`SequenceHash::child`].
+//!
+//! Text without a tokenizer uses [`TEXT_SEED`] (see [`text`](crate::text)), so the two kinds never meet.
+
+use std::num::NonZeroU32;
+
+use serde::{Deserialize, Serialize};
+use xxhash_rust::xxh3::{Xxh3, xxh3_64_with_seed};
+
+use crate::error::{Error, Result};
+
+/// Seed of local hashes over token ids: the ASCII bytes `kvl/tok1`.
+pub const TOKEN_SEED: u64 = u64::from_be_bytes(*b"kvl/tok1");
+/// Seed of local hashes over text: the ASCII bytes `kvl/txt1`.
+pub const TEXT_SEED: u64 = u64::from_be_bytes(*b"kvl/txt1");
+
+/// Tokens per block, 1 to 65,536; must divide (or equal) the engine's block size.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(try_from = "u32", into = "u32")]
+pub struct BlockSize(NonZeroU32);
+
+impl BlockSize {
+    /// Largest accepted size.
+    pub const MAX: u32 = 65_536;
+
+    /// Parses a block size.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Config`](crate::ErrorKind::Config) when 0 or above [`MAX`](Self::MAX).
+    pub fn new(tokens: u32) -> Result<Self> {
+        match NonZeroU32::new(tokens) {
+            Some(size) if tokens <= Self::MAX => Ok(Self(size)),
+            _ => Err(Error::config(format!(
+                "block_size {tokens} is out of range: 1 to {} tokens are accepted",
+                Self::MAX
+            ))),
+        }
+    }
+
+    /// Returns the number of tokens per block.
+    #[must_use]
+    pub const fn tokens(self) -> usize {
+        self.0.get() as usize
+    }
+}
+
+impl Default for BlockSize {
+    /// 16, the default of vLLM on GPUs.
+    fn default() -> Self {
+        const SIXTEEN: NonZeroU32 = NonZeroU32::new(16).expect("16 is not zero");
+        Self(SIXTEEN)
+    }
+}
+
+impl TryFrom<u32> for BlockSize {
+    type Error = Error;
+
+    fn try_from(tokens: u32) -> Result<Self> {
+        Self::new(tokens)
+    }
+}
+
+impl From<BlockSize> for u32 {
+    fn from(size: BlockSize) -> Self {
+        size.0.get()
+    }
+}
+
+/// Hash of one block's content with its salt; says nothing of its prefix.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct LocalBlockHash(pub u64);
+
+/// Hash of a block and everything before it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct SequenceHash(pub u64);
+
+impl SequenceHash {
+    /// Begins a chain: the first block's sequence hash is its local hash.
+    #[must_use]
+    pub const fn root(first: LocalBlockHash) -> Self {
+        Self(first.0)
+    }
+
+    /// Continues a chain with the next block's local hash.
+    ///
+    /// One 64 × 64 → 128 bit multiplication of `parent ^ K0` with `local ^ K1`, both halves folded by exclusive or, then
+    /// exclusive or with `local` rotated by 32, so that a zero factor does not erase the block.
+    ///
+    /// # Source
+    /// The folded multiplication is the mixing step of wyhash and of XXH3 (`mul128_fold64`); K0 and K1 are the first two
+    /// 64-bit words of the fractional part of π.
+    #[must_use]
+    pub const fn child(self, local: LocalBlockHash) -> Self {
+        const K0: u64 = 0x243F_6A88_85A3_08D3;
+        const K1: u64 = 0x1319_8A2E_0370_7344;
+        let product = ((self.0 ^ K0) as u128).wrapping_mul((local.0 ^ K1) as u128);
+        #[expect(
+            clippy::cast_possible_truncation,
+            reason = "the low half is taken on purpose"
+        )]
+        let folded = (product as u64) ^ ((product >> 64) as u64);
+        Self(folded ^ local.0.rotate_left(32))
+    }
+
+    /// Chains local hashes from the root.
+    #[must_use]
+    pub fn chain(local_hashes: &[LocalBlockHash]) -> Vec<Self> {
+        let mut chain = Vec::with_capacity(local_hashes.len());
+        let mut last: Option<Self> = None;
+        for &local in local_hashes {
+            let next = last.map_or_else(|| Self::root(local), |parent| parent.child(local));
+            chain.push(next);
+            last = Some(next);
+        }
+        chain
+    }
+}
+
+/// One image, sound or other media item inside a prompt.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct MediaSpan {
+    /// Position of its first placeholder token.
+    pub offset_tokens: usize,
+    /// Number of placeholder tokens; a span of 0 touches no block.
+    pub length_tokens: usize,
+    /// What identifies its content; must equal the engine's identifier (the bytes of vLLM's `mm_hash` string).
+    pub digest: Vec<u8>,
+}
+
+/// What a prompt's blocks are salted with.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct SaltContext<'a> {
+    /// Adapter (LoRA) name; empty is the base model.
+    pub lora: Option<&'a str>,
+    /// Cache salt; empty is none.
+    pub salt: Option<&'a str>,
+    /// Media items, in any order.
+    pub media: &'a [MediaSpan],
+}
+
+/// Salt parts of one block under construction.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct SaltParts(Vec<u8>);
+
+impl SaltParts {
+    /// Creates an empty salt.
+    #[must_use]
+    pub const fn new() -> Self {
+        Self(Vec::new())
+    }
+
+    /// Adds an adapter name (first block only).
+    pub fn push_lora(&mut self, name: &str) {
+        self.push(1, &[name.as_bytes()]);
+    }
+
+    /// Adds a cache salt (first block only).
+    pub fn push_salt(&mut self, salt: &str) {
+        self.push(2, &[salt.as_bytes()]);
+    }
+
+    /// Adds a media item that begins `offset` tokens after the block's first token (negative: before it).
+    pub fn push_media(&mut self, offset: i64, digest: &[u8]) {
+        self.push(3, &[&offset.to_le_bytes(), digest]);
+    }
+
+    /// Adds anything else that an engine mixed into the block.
+    pub fn push_other(&mut self, bytes: &[u8]) {
+        self.push(4, &[bytes]);
+    }
+
+    /// Tells whether nothing was added.
+    #[must_use]
+    pub const fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    fn push(&mut self, tag: u8, pieces: &[&[u8]]) {
+        let length: usize = pieces.iter().map(|piece| piece.len()).sum();
+        if length == 0 {
+            return;
+        }
+        self.0.push(tag);
+        let length = u32::try_from(length).unwrap_or(u32::MAX);
+        self.0.extend_from_slice(&length.to_le_bytes());
+        for piece in pieces {
+            self.0.extend_from_slice(piece);
+        }
+    }
+}
+
+impl LocalBlockHash {
+    /// Hashes one block's tokens with its salt.
+    #[must_use]
+    pub fn of_tokens(tokens: &[u32], salt: &SaltParts) -> Self {
+        Self::of_bytes(&token_bytes(tokens), TOKEN_SEED, salt)
+    }
+
+    /// Hashes one chunk of text with its salt.
+    #[must_use]
+    pub fn of_text(text: &[u8], salt: &SaltParts) -> Self {
+        Self::of_bytes(text, TEXT_SEED, salt)
+    }
+
+    fn of_bytes(bytes: &[u8], seed: u64, salt: &SaltParts) -> Self {
+        if salt.is_empty() {
+            return Self(xxh3_64_with_seed(bytes, seed));
+        }
+        let mut hasher = Xxh3::with_seed(seed);
+        hasher.update(bytes);
+        hasher.update(&salt.0);
+        Self(hasher.digest())
+    }
+}
+
+/// Returns the tokens as little-endian bytes.
+fn token_bytes(tokens: &[u32]) -> Vec<u8> {
+    tokens.iter().flat_map(|token| token.to_le_bytes()).collect()
+}
+
+/// The hashes of one prompt's complete blocks.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct BlockHashes {
+    /// Local hash of each complete block.
+    pub local: Vec<LocalBlockHash>,
+    /// Sequence hash of each complete block.
+    pub sequence: Vec<SequenceHash>,
+}
+
+/// Hashes the complete blocks of a prompt.
+///
+/// Cost: about 10 ns a block of 16 tokens without media. Media items are looked at for each block they may touch.
+///
+/// # Examples
+/// ```
+/// use kvlane::{BlockSize, SaltContext, block_hashes};
+///
+/// let size = BlockSize::new(4)?;
+/// let plain = block_hashes(&[1, 2, 3, 4, 5, 6, 7, 8, 9], size, &SaltContext::default());
+/// assert_eq!(plain.local.len(), 2); // token 9 begins an incomplete block
+///
+/// let salted = SaltContext { salt: Some("tenant-a"), ..SaltContext::default() };
+/// let other = block_hashes(&[1, 2, 3, 4, 5, 6, 7, 8], size, &salted);
+/// assert_ne!(plain.local[0], other.local[0]); // the salt stands in the first block
+/// assert_eq!(plain.local[1], other.local[1]); // and the chain carries it on
+/// assert_ne!(plain.sequence[1], other.sequence[1]);
+/// # Ok::<(), kvlane::Error>(())
+/// ```
+#[must_use]
+pub fn block_hashes(tokens: &[u32], block_size: BlockSize, salt: &SaltContext<'_>) -> BlockHashes {
+    let local: Vec<_> = tokens
+        .chunks_exact(block_size.tokens())
+        .enumerate()
+        .map(|(index, block)| {
+            let parts = block_salt(index, block_size, salt);
+            LocalBlockHash::of_tokens(block, &parts)
+        })
+        .collect();
+    let sequence = SequenceHash::chain(&local);
+    BlockHashes { local, sequence }
+}
+
+/// Collects the salt parts of the block with the given index.
+fn block_salt(index: usize, block_size: BlockSize, salt: &SaltContext<'_>) -> SaltParts {
+    let mut parts = SaltParts::new();
+    if index == 0 {
+        parts.push_lora(salt.lora.unwrap_or_default());
+        parts.push_salt(salt.salt.unwrap_or_default());
+    }
+    if !salt.media.is_empty() {
+        push_media(&mut parts, index * block_size.tokens(), block_size, salt.media);
+    }
+    parts
+}
+
+/// Adds the media items that touch the block beginning at token `start`, by position and then digest.
+fn push_media(parts: &mut SaltParts, start: usize, block_size: BlockSize, media: &[MediaSpan]) {
+    let end = start + block_size.tokens();
+    let mut touching: Vec<&MediaSpan> = media
+        .iter()
+        .filter(|span| {
+            span.offset_tokens < end
+                && span.offset_tokens.saturating_add(span.length_tokens) > start
+        })
+        .collect();
+    touching.sort_by(|a, b| (a.offset_tokens, &a.digest).cmp(&(b.offset_tokens, &b.digest)));
+    for span in touching {
+        let offset = i64::try_from(span.offset_tokens).unwrap_or(i64::MAX)
+            - i64::try_from(start).unwrap_or(i64::MAX);
+        parts.push_media(offset, &span.digest);
+    }
+}

@@ -1,0 +1,1 @@
+//! Engine encodings to [`EventBatch`].

@@ -1,0 +1,253 @@
+//! The prefix index: which leading blocks of a prompt does each target hold, and in which tier.
+//!
+//! # Contract
+//! A *slot* is one life of one (worker, dp rank). An engine names its blocks by opaque [`EngineKey`]s that mean something
+//! inside one slot only; the index finds the place of a block by its parent's key and stores it under the path of
+//! [`LocalBlockHash`]es from the root. A key covers one *unit* of one or more consecutive index blocks (an engine block that is
+//! a multiple of the index block size); a unit is credited whole or not at all.
+//!
+//! * **Credit** is the unbroken run of held blocks from the root, each block counted once, at its best tier
+//!   (device, host, external, disk order is fixed by [`Tier::ALL`], best first).
+//! * **Counts**: residency is counted per (slot, tier, key): a block stored twice is gone after two removals. A store of a
+//!   key at another place than before is refused, as is a removal of a key that is not held (both are reported, not errors).
+//! * **Holes**: removing a block keeps its resident descendants; storing it again restores the whole run.
+//! * **Orphans**: a store whose parent key is unknown in its slot is kept pending (bounded in blocks and age), is never
+//!   credited, takes removals of its keys, and is attached, oldest first and recursively, when its parent is stored.
+//! * **Consistency**: a lookup that races a writer may miss a block that is being stored and never credits a slot with a
+//!   block that no store put there. Writers of different slots may run at the same time.
+
+mod naive;
+mod radix;
+
+pub use naive::NaiveIndex;
+pub use radix::RadixIndex;
+
+use std::time::{Duration, Instant};
+
+use serde::Serialize;
+
+use crate::block::LocalBlockHash;
+use crate::ids::Slot;
+
+/// Where a block lies on its worker.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Tier {
+    /// Accelerator memory: usable at once.
+    #[default]
+    Device,
+    /// Memory of the worker's host.
+    Host,
+    /// Storage that other workers reach too.
+    External,
+    /// Local disk or a tier that the router does not know.
+    Disk,
+}
+
+impl Tier {
+    /// Every tier, best first.
+    pub const ALL: [Self; 4] = [Self::Device, Self::Host, Self::External, Self::Disk];
+
+    /// Returns the tier's position in [`ALL`](Self::ALL).
+    #[must_use]
+    pub const fn index(self) -> usize {
+        self as usize
+    }
+}
+
+/// An engine's own identifier of a block: opaque, local to one slot, never compared with our hashes.
+///
+/// Integers are normalised to 64 bits by two's complement; byte strings are a separate space.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum EngineHash {
+    /// A 64-bit integer.
+    Int(u64),
+    /// A byte string (32 or 16 bytes in practice).
+    Bytes(Box<[u8]>),
+}
+
+/// An engine hash within its cache group (0 for models with one group).
+#[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct EngineKey {
+    /// Cache group index of hybrid models.
+    pub group: u32,
+    /// The engine's identifier.
+    pub hash: EngineHash,
+}
+
+/// A run of units stored by one event, each the parent of the next.
+#[derive(Clone, Copy, Debug)]
+pub struct StoredRun<'a> {
+    /// Key of the unit before the first one; `None` when the run begins a prompt.
+    pub parent: Option<&'a EngineKey>,
+    /// Keys of the units, first to last.
+    pub keys: &'a [EngineKey],
+    /// Local hashes of all index blocks; `keys.len() * blocks_per_key` of them.
+    pub local_hashes: &'a [LocalBlockHash],
+    /// Index blocks that each key covers; at least 1.
+    pub blocks_per_key: usize,
+    /// Tier that the run was stored in.
+    pub tier: Tier,
+}
+
+/// What a store did, in keys.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct StoreOutcome {
+    /// Keys placed for the first time in this tier.
+    pub placed: usize,
+    /// Keys that were held in this tier already; their count rose.
+    pub repeated: usize,
+    /// Keys kept pending because the parent is unknown.
+    pub orphaned: usize,
+    /// Pending keys that this store attached.
+    pub attached: usize,
+    /// Keys refused: the key is held at another place, equals its parent, or is misaligned with its unit.
+    pub refused: usize,
+    /// Keys dropped because the orphan bound was reached (oldest first).
+    pub dropped: usize,
+}
+
+/// What a removal did, in keys.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct RemoveOutcome {
+    /// Keys whose count in the tier fell (gone from the tier when it reached 0).
+    pub removed: usize,
+    /// Keys that were not held in the tier.
+    pub unknown: usize,
+}
+
+/// Leading blocks of one prompt that one target holds, each counted once at its best tier.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct Overlap {
+    /// Blocks in accelerator memory.
+    pub device: u32,
+    /// Blocks in host memory only.
+    pub host: u32,
+    /// Blocks on local disk only.
+    pub disk: u32,
+    /// Blocks in shared storage only.
+    pub external: u32,
+}
+
+impl Overlap {
+    /// Returns the number of leading blocks held in any tier.
+    #[must_use]
+    pub const fn blocks(&self) -> u32 {
+        self.device + self.host + self.disk + self.external
+    }
+
+    /// Adds `blocks` to the count of `tier`.
+    pub const fn add(&mut self, tier: Tier, blocks: u32) {
+        match tier {
+            Tier::Device => self.device += blocks,
+            Tier::Host => self.host += blocks,
+            Tier::External => self.external += blocks,
+            Tier::Disk => self.disk += blocks,
+        }
+    }
+}
+
+/// Overlap of one prompt with every slot, dense by slot index; reuse it across lookups to avoid allocation.
+#[derive(Clone, Debug, Default)]
+pub struct Overlaps {
+    by_slot: Vec<Overlap>,
+}
+
+impl Overlaps {
+    /// Creates an empty answer.
+    #[must_use]
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Returns the overlap of `slot`, zero when it holds nothing.
+    #[must_use]
+    pub fn get(&self, slot: Slot) -> Overlap {
+        self.by_slot.get(slot.index()).copied().unwrap_or_default()
+    }
+
+    /// Zeroes the answer and makes room for `slots` slots.
+    pub fn reset(&mut self, slots: usize) {
+        self.by_slot.clear();
+        self.by_slot.resize(slots, Overlap::default());
+    }
+
+    /// Returns the overlap of `slot` for writing.
+    ///
+    /// # Panics
+    /// When `slot` is beyond the size given to [`reset`](Self::reset).
+    pub fn at(&mut self, slot: Slot) -> &mut Overlap {
+        &mut self.by_slot[slot.index()]
+    }
+
+    /// Returns the dense array, indexed by slot.
+    #[must_use]
+    pub fn as_slice(&self) -> &[Overlap] {
+        &self.by_slot
+    }
+}
+
+/// Blocks held by one slot, by tier.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct TierBlocks {
+    /// In accelerator memory.
+    pub device: usize,
+    /// In host memory.
+    pub host: usize,
+    /// On local disk.
+    pub disk: usize,
+    /// In shared storage.
+    pub external: usize,
+}
+
+/// Size of an index.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct IndexStats {
+    /// Distinct blocks (tree positions) that exist, whoever holds them.
+    pub blocks: usize,
+    /// Nodes of the tree.
+    pub nodes: usize,
+    /// Pending keys whose parent is unknown, over all slots.
+    pub orphans: usize,
+}
+
+/// Bounds of what a slot may keep pending.
+#[derive(Clone, Copy, Debug)]
+pub struct OrphanLimits {
+    /// Pending keys of one slot; 0 keeps none.
+    pub max_keys: usize,
+    /// Age after which a pending run is dropped.
+    pub max_age: Duration,
+}
+
+/// An index of resident blocks over slots. See the [module](self) for the contract.
+pub trait PrefixIndex: Send + Sync + std::fmt::Debug {
+    /// Applies a store. `now` dates pending runs.
+    fn store(&self, slot: Slot, run: &StoredRun<'_>, now: Instant) -> StoreOutcome;
+
+    /// Adds residency in `tier` for keys whose place is already known (an event that carries no tokens).
+    /// Keys without a known place count as [`StoreOutcome::refused`].
+    fn touch(&self, slot: Slot, keys: &[EngineKey], tier: Tier) -> StoreOutcome;
+
+    /// Takes one count in `tier` from each key.
+    fn remove(&self, slot: Slot, keys: &[EngineKey], tier: Tier) -> RemoveOutcome;
+
+    /// Drops everything of `slot` in the given tiers, pending runs too.
+    fn clear(&self, slot: Slot, tiers: &[Tier]);
+
+    /// Marks all present entries of `slot` (pending runs too) as unconfirmed: they stay credited, and a later store of a
+    /// key confirms it afresh with a count of one.
+    fn demote(&self, slot: Slot);
+
+    /// Drops the entries of `slot` that are still unconfirmed, returning how many keys went.
+    fn drop_demoted(&self, slot: Slot) -> usize;
+
+    /// Looks up a prompt for every slot at once.
+    fn overlap(&self, local_hashes: &[LocalBlockHash], overlaps: &mut Overlaps);
+
+    /// Returns the blocks that `slot` holds, by tier.
+    fn slot_blocks(&self, slot: Slot) -> TierBlocks;
+
+    /// Returns the size of the index.
+    fn stats(&self) -> IndexStats;
+}

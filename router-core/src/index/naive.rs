@@ -1,0 +1,4 @@
+//! The reference model.
+/// Placeholder.
+#[derive(Debug)]
+pub struct NaiveIndex;

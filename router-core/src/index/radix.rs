@@ -1,0 +1,4 @@
+//! The concurrent prefix-block radix tree.
+/// Placeholder.
+#[derive(Debug)]
+pub struct RadixIndex;

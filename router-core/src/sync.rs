@@ -1,0 +1,3 @@
+//! The only door to locks, so that a model checker can replace them.
+
+pub(crate) use parking_lot::{Mutex, RwLock};
