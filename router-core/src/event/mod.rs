@@ -1,8 +1,10 @@
 //! What engines publish about their caches, in one form for every encoding.
 //!
-//! [`wire`] turns one message payload into an [`EventBatch`]; [`gap`] watches the sequence of one stream. Identity
-//! (worker and rank) comes from the subscription, never from a payload.
+//! [`wire`] turns one message payload into an [`EventBatch`], [`encode`] does the reverse for simulated engines, and
+//! [`gap`] watches the sequence of one stream. Identity (worker and rank) comes from the subscription, never from a
+//! payload.
 
+pub mod encode;
 pub mod gap;
 pub mod wire;
 
@@ -51,7 +53,7 @@ pub struct BlockStored {
     pub lora_name: Option<String>,
     /// Cache salt of the prompt when the event carries it as a field of its own.
     pub cache_salt: Option<String>,
-    /// What else went into each block's hash; empty, or one entry per block.
+    /// What else went into each block's hash; one entry per block, or empty when it was nothing for all of them.
     pub extra_keys: Vec<Vec<ExtraKey>>,
     /// Where the blocks lie.
     pub tier: Tier,
@@ -84,7 +86,7 @@ pub enum ExtraKey {
         /// May be negative.
         offset: i64,
     },
-    /// Anything else, such as a prompt-embedding digest, as encoded.
+    /// Anything else, such as a prompt-embedding digest: its msgpack bytes as received.
     Other(Vec<u8>),
 }
 
@@ -119,7 +121,7 @@ pub enum SkipReason {
     BlockSize,
     /// A token id below 0 or above 2³² − 1.
     TokenRange,
-    /// A cache group that prefixes cannot match on.
+    /// A store in a cache group that prefixes cannot match on.
     CacheGroup,
     /// Media in a block that would have to be cut into several of the router's.
     MediaBlockSize,

@@ -1,1 +1,0 @@
-//! Engine encodings to [`EventBatch`].
