@@ -18,9 +18,11 @@
 
 mod naive;
 mod radix;
+pub mod ttl;
 
 pub use naive::NaiveIndex;
 pub use radix::RadixIndex;
+pub use ttl::{Placement, TtlIndex, TtlStats};
 
 use std::time::{Duration, Instant};
 
