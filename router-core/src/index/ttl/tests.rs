@@ -205,6 +205,21 @@ fn slots_share_blocks_and_leave_alone() {
 }
 
 #[test]
+fn a_lookup_finds_the_very_block_where_prompts_part() {
+    let (index, t) = (TtlIndex::new(), origin());
+    let stored = vec![0; 100];
+    index.record(Slot(0), &prompt(&stored), after(t, 10), t);
+    for length in [1, 2, 3, 64, 99, 100, 101, 200] {
+        for parts_at in 0..length {
+            let mut asked = vec![0; length];
+            asked[parts_at] = 1;
+            let expected = u32::try_from(parts_at.min(100)).unwrap();
+            assert_eq!(depths(&index, &asked, t), [expected], "{length} {parts_at}");
+        }
+    }
+}
+
+#[test]
 fn colliding_prefixes_are_recorded_up_to_the_collision() {
     let (index, t) = (TtlIndex::new(), origin());
     let hashes = |values: &[u64]| {

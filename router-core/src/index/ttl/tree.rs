@@ -446,10 +446,22 @@ fn stair_start(stairs: &[Stair], at: usize) -> u32 {
     }
 }
 
+/// Counts the leading blocks that `edge` and `rest` share; they share the first.
+///
+/// Hashes are chained, so where two are equal all before them are: the last one usually settles it without a walk, and
+/// otherwise bisection finds the place.
 fn common_prefix(edge: &[SequenceHash], rest: &[SequenceHash]) -> u32 {
-    let both = edge.iter().zip(rest);
-    let matched = both.take_while(|(ours, theirs)| ours == theirs).count();
-    length_of(&rest[..matched])
+    let (mut equal, mut differs) = (0, edge.len().min(rest.len()));
+    let mut probe = differs - 1;
+    while equal + 1 < differs {
+        if edge[probe] == rest[probe] {
+            equal = probe;
+        } else {
+            differs = probe;
+        }
+        probe = equal.midpoint(differs);
+    }
+    length_of(&rest[..differs])
 }
 
 /// Returns a length in blocks; prompts are cut to what fits 32 bits before they come here.
