@@ -1,1 +1,3 @@
-//! kvlane sidecar.
+//! kvlane sidecar: the proxy, the simulated engine and what the `kvlane` command is made of.
+
+pub mod engine;

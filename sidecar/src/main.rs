@@ -1,2 +1,56 @@
 //! The kvlane command.
-fn main() {}
+
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+use kvlane_sidecar::engine;
+use tracing_subscriber::EnvFilter;
+
+#[derive(Parser)]
+#[command(
+    name = "kvlane",
+    version,
+    about = "Sends each LLM request to the worker where its KV cache is warm."
+)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Runs a simulated vLLM with finite KV, KV events and metrics
+    Engine(engine::EngineArgs),
+}
+
+fn main() -> ExitCode {
+    let cli = Cli::parse();
+    let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new("info"));
+    tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_writer(std::io::stderr)
+        .init();
+    let result = tokio::runtime::Builder::new_multi_thread()
+        .enable_all()
+        .build()
+        .map_err(|error| {
+            kvlane::Error::new(kvlane::ErrorKind::Config, "cannot start the runtime")
+                .with_source(error)
+        })
+        .and_then(|runtime| match cli.command {
+            Command::Engine(args) => runtime.block_on(engine::run(args)),
+        });
+    match result {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            let mut cause = std::error::Error::source(&error);
+            let mut message = error.to_string();
+            while let Some(source) = cause {
+                message = format!("{message}: {source}");
+                cause = source.source();
+            }
+            tracing::error!("{message}");
+            ExitCode::FAILURE
+        }
+    }
+}

@@ -1,0 +1,143 @@
+//! `kvlane engine`: the simulated engine as a process.
+
+use std::net::SocketAddr;
+
+use clap::{Args, ValueEnum};
+use kvlane::{Result, Role};
+
+use super::{Engine, EngineConfig, EventConfig};
+
+/// Flags of `kvlane engine`: a simulated vLLM with finite KV, KV events, metrics and vLLM's HTTP fields.
+#[derive(Args, Clone, Debug)]
+pub struct EngineArgs {
+    /// Address of the HTTP server; port 0 lets the system choose
+    #[arg(long, value_name = "ADDR", default_value = "127.0.0.1:8000")]
+    pub listen: SocketAddr,
+    /// ZMQ endpoint that publishes KV events, such as tcp://127.0.0.1:5557 (without it there are none)
+    #[arg(long, value_name = "ENDPOINT")]
+    pub events: Option<String>,
+    /// ZMQ endpoint that answers replay requests, such as tcp://127.0.0.1:5558
+    #[arg(long, value_name = "ENDPOINT", requires = "events")]
+    pub replay: Option<String>,
+    /// Binds the event sockets but publishes nothing: the silent worker
+    #[arg(long)]
+    pub no_events: bool,
+    /// Topic of the event messages
+    #[arg(long, default_value = "")]
+    pub topic: String,
+    /// Size of the KV pool in blocks, one of them reserved
+    #[arg(long, value_name = "N", default_value_t = 926)]
+    pub kv_blocks: u32,
+    /// Tokens per block
+    #[arg(long, value_name = "N", default_value_t = 16)]
+    pub block_size: u32,
+    /// What the engine says it is for
+    #[arg(long, value_enum, default_value_t = RoleArg::Both)]
+    pub role: RoleArg,
+    /// Prompt tokens computed per second [default: a 0.6B model's 22,646]
+    #[arg(long, value_name = "N", default_value_t = EngineConfig::default().prefill_tokens_per_second)]
+    pub prefill_tokens_per_second: f64,
+    /// Fixed milliseconds of a step that computes prompt tokens
+    #[arg(long, value_name = "N", default_value_t = EngineConfig::default().prefill_overhead_ms)]
+    pub prefill_overhead_ms: f64,
+    /// Milliseconds of a step that produces one token for every running request
+    #[arg(long, value_name = "N", default_value_t = EngineConfig::default().decode_ms)]
+    pub decode_ms: f64,
+    /// Divides every time
+    #[arg(long, value_name = "N", default_value_t = 1.0)]
+    pub speed: f64,
+    /// Name that requests must ask for
+    #[arg(long, value_name = "NAME", default_value = "sim")]
+    pub model_name: String,
+    /// Longest prompt plus output in tokens [default: what the KV pool holds]
+    #[arg(long, value_name = "N")]
+    pub max_model_len: Option<u32>,
+    /// Requests in one step at most
+    #[arg(long, value_name = "N", default_value_t = 256)]
+    pub max_num_seqs: usize,
+    /// Tokens in one step at most
+    #[arg(long, value_name = "N", default_value_t = 8192)]
+    pub max_num_batched_tokens: usize,
+    /// Chooses the generated words
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    pub seed: u64,
+}
+
+/// Values of `--role`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum RoleArg {
+    /// Processes prompts only.
+    Prefill,
+    /// Produces tokens after the first only.
+    Decode,
+    /// Does both.
+    Both,
+}
+
+impl EngineArgs {
+    /// Returns the configuration that the flags describe.
+    #[must_use]
+    pub fn to_config(&self) -> EngineConfig {
+        let events = self.events.as_ref().map(|endpoint| EventConfig {
+            replay_endpoint: self.replay.clone(),
+            topic: self.topic.clone(),
+            silent: self.no_events,
+            ..EventConfig::new(endpoint)
+        });
+        EngineConfig {
+            listen: self.listen,
+            model_name: self.model_name.clone(),
+            events,
+            kv_blocks: self.kv_blocks,
+            block_size: self.block_size,
+            max_model_len: self.max_model_len,
+            max_num_seqs: self.max_num_seqs,
+            max_num_batched_tokens: self.max_num_batched_tokens,
+            role: match self.role {
+                RoleArg::Prefill => Role::Prefill,
+                RoleArg::Decode => Role::Decode,
+                RoleArg::Both => Role::Both,
+            },
+            prefill_tokens_per_second: self.prefill_tokens_per_second,
+            prefill_overhead_ms: self.prefill_overhead_ms,
+            decode_ms: self.decode_ms,
+            speed: self.speed,
+            seed: self.seed,
+            ..EngineConfig::default()
+        }
+    }
+}
+
+/// Runs an engine until SIGINT or SIGTERM.
+///
+/// # Errors
+/// Those of [`Engine::start`], or [`kvlane::ErrorKind::Config`] when signals cannot be watched.
+pub async fn run(args: EngineArgs) -> Result<()> {
+    let engine = Engine::start(args.to_config()).await?;
+    tracing::info!(
+        url = engine.url(),
+        model = engine.model_name(),
+        role = ?args.role,
+        events = engine.events_endpoint().unwrap_or("off"),
+        replay = engine.replay_endpoint().unwrap_or("off"),
+        silent = args.no_events,
+        kv_blocks = args.kv_blocks,
+        block_size = args.block_size,
+        "simulated engine serves"
+    );
+    let stopped = stop_signal().await;
+    engine.shutdown().await;
+    stopped
+}
+
+async fn stop_signal() -> Result<()> {
+    use tokio::signal::unix::{SignalKind, signal};
+    let failed = |error: std::io::Error| {
+        kvlane::Error::new(kvlane::ErrorKind::Config, "cannot watch for signals").with_source(error)
+    };
+    let mut terminate = signal(SignalKind::terminate()).map_err(failed)?;
+    tokio::select! {
+        interrupted = tokio::signal::ctrl_c() => interrupted.map_err(failed),
+        _ = terminate.recv() => Ok(()),
+    }
+}
