@@ -7,9 +7,9 @@
 //!
 //! Three sides: a thread for the step loop, a thread for the event sockets, and HTTP tasks on the caller's runtime.
 
+mod batch;
 mod cli;
 mod config;
-mod encode;
 mod http;
 mod kv;
 mod publisher;

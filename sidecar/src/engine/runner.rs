@@ -8,11 +8,12 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};
 
+use kvlane::event::encode::encode_batch;
 use parking_lot::{Condvar, Mutex};
 use tokio::sync::oneshot;
 
+use super::batch::event_batch;
 use super::config::EngineConfig;
-use super::encode::encode_batch;
 use super::kv::CacheEvent;
 use super::publisher::Publisher;
 use super::scheduler::{Scheduler, Step};
@@ -155,8 +156,8 @@ impl Runner {
             }
             self.scheduler.drop_abandoned();
             if self.scheduler.has_work() {
-                let step = self.scheduler.schedule();
-                self.publish(&step.events);
+                let mut step = self.scheduler.schedule();
+                self.publish(std::mem::take(&mut step.events));
                 let deadline = pace.advance(self.costs.duration(&step), Instant::now());
                 self.inbox.update(&self.scheduler);
                 if deadline.is_some_and(|deadline| !self.inbox.sleep_until(deadline)) {
@@ -188,14 +189,14 @@ impl Runner {
         }
     }
 
-    fn publish(&mut self, events: &[CacheEvent]) {
+    fn publish(&mut self, events: Vec<CacheEvent>) {
         let Some(publisher) = self.publisher.as_ref().filter(|_| !events.is_empty()) else {
             return;
         };
         let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
         let ts = now.unwrap_or_default().as_secs_f64().max(self.last_ts);
         self.last_ts = ts;
-        publisher.publish(encode_batch(ts, events, self.block_size));
+        publisher.publish(encode_batch(&event_batch(ts, events, self.block_size)));
     }
 }
 
