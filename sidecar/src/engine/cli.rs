@@ -34,7 +34,7 @@ pub struct EngineArgs {
     /// What the engine says it is for
     #[arg(long, value_enum, default_value_t = RoleArg::Both)]
     pub role: RoleArg,
-    /// Prompt tokens computed per second [default: a 0.6B model's 22,646]
+    /// Prompt tokens computed per second (the default is that of a 0.6B model)
     #[arg(long, value_name = "N", default_value_t = EngineConfig::default().prefill_tokens_per_second)]
     pub prefill_tokens_per_second: f64,
     /// Fixed milliseconds of a step that computes prompt tokens
