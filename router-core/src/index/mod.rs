@@ -10,9 +10,16 @@
 //!   (device, host, external, disk order is fixed by [`Tier::ALL`], best first).
 //! * **Counts**: residency is counted per (slot, tier, key): a block stored twice is gone after two removals. A store of a
 //!   key at another place than before is refused, as is a removal of a key that is not held (both are reported, not errors).
+//!   A key whose counts are 0 in every tier is forgotten: a child that names it as parent later is an orphan. The unit is
+//!   remembered per tier, since offloading engines name a coarse host block by the key of its last device block; another
+//!   unit in the same tier is refused. Keys of different groups may share a place, which is held while any of them is.
 //! * **Holes**: removing a block keeps its resident descendants; storing it again restores the whole run.
 //! * **Orphans**: a store whose parent key is unknown in its slot is kept pending (bounded in blocks and age), is never
 //!   credited, takes removals of its keys, and is attached, oldest first and recursively, when its parent is stored.
+//!   Removals that came meanwhile take effect after everything that can attach has attached. An orphan run of more keys
+//!   than the bound is dropped alone.
+//! * **Doubt**: after [`demote`](PrefixIndex::demote) entries are guesses. A store of the key replaces the guess, at its old
+//!   place or another; a pending run from before the doubt never raises the count of what was confirmed since.
 //! * **Consistency**: a lookup that races a writer may miss a block that is being stored and never credits a slot with a
 //!   block that no store put there. Writers of different slots may run at the same time.
 
@@ -45,6 +52,9 @@ pub enum Tier {
     /// Local disk or a tier that the router does not know.
     Disk,
 }
+
+/// Slots that an index accepts: a store for a slot at or above this number is refused.
+pub const MAX_SLOTS: usize = 1 << 16;
 
 impl Tier {
     /// Every tier, best first.
@@ -92,6 +102,16 @@ pub struct StoredRun<'a> {
     pub tier: Tier,
 }
 
+impl StoredRun<'_> {
+    /// Tells whether the keys and the hashes fit together and the first key is not its own parent.
+    #[must_use]
+    pub fn is_well_formed(&self) -> bool {
+        u32::try_from(self.blocks_per_key).is_ok_and(|unit| unit > 0)
+            && self.keys.len().checked_mul(self.blocks_per_key) == Some(self.local_hashes.len())
+            && (self.parent.is_none() || self.parent != self.keys.first())
+    }
+}
+
 /// What a store did, in keys.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct StoreOutcome {
@@ -101,9 +121,10 @@ pub struct StoreOutcome {
     pub repeated: usize,
     /// Keys kept pending because the parent is unknown.
     pub orphaned: usize,
-    /// Pending keys that this store attached.
+    /// Pending keys that this store attached, without those removed while pending.
     pub attached: usize,
-    /// Keys refused: the key is held at another place, equals its parent, or is misaligned with its unit.
+    /// Keys refused: the key is held at another place or with another unit, or the whole run is, because its first key
+    /// equals its parent, its hashes are not a whole unit for each key, or the slot is out of range.
     pub refused: usize,
     /// Keys dropped because the orphan bound was reached (oldest first).
     pub dropped: usize,
@@ -112,7 +133,7 @@ pub struct StoreOutcome {
 /// What a removal did, in keys.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct RemoveOutcome {
-    /// Keys whose count in the tier fell (gone from the tier when it reached 0).
+    /// Keys whose count in the tier fell (gone from the tier when it reached 0), or whose pending announcement died.
     pub removed: usize,
     /// Keys that were not held in the tier.
     pub unknown: usize,
@@ -153,6 +174,7 @@ impl Overlap {
 #[derive(Clone, Debug, Default)]
 pub struct Overlaps {
     by_slot: Vec<Overlap>,
+    scratch: radix::Scratch,
 }
 
 impl Overlaps {
@@ -202,14 +224,37 @@ pub struct TierBlocks {
     pub external: usize,
 }
 
+impl TierBlocks {
+    /// Adds `blocks` to the count of `tier`.
+    pub const fn add(&mut self, tier: Tier, blocks: usize) {
+        match tier {
+            Tier::Device => self.device += blocks,
+            Tier::Host => self.host += blocks,
+            Tier::External => self.external += blocks,
+            Tier::Disk => self.disk += blocks,
+        }
+    }
+
+    /// Takes `blocks` from the count of `tier`, down to 0 at most.
+    pub const fn take(&mut self, tier: Tier, blocks: usize) {
+        let count = match tier {
+            Tier::Device => &mut self.device,
+            Tier::Host => &mut self.host,
+            Tier::External => &mut self.external,
+            Tier::Disk => &mut self.disk,
+        };
+        *count = count.saturating_sub(blocks);
+    }
+}
+
 /// Size of an index.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct IndexStats {
-    /// Distinct blocks (tree positions) that exist, whoever holds them.
+    /// Distinct blocks (tree positions) on the path of anything held, whoever holds it.
     pub blocks: usize,
     /// Nodes of the tree.
     pub nodes: usize,
-    /// Pending keys whose parent is unknown, over all slots.
+    /// Pending keys whose parent is unknown, over all slots, those removed meanwhile included.
     pub orphans: usize,
 }
 
@@ -228,7 +273,7 @@ pub trait PrefixIndex: Send + Sync + std::fmt::Debug {
     fn store(&self, slot: Slot, run: &StoredRun<'_>, now: Instant) -> StoreOutcome;
 
     /// Adds residency in `tier` for keys whose place is already known (an event that carries no tokens).
-    /// Keys without a known place count as [`StoreOutcome::refused`].
+    /// Keys without a known place count as [`StoreOutcome::refused`]. In a new tier the key keeps the unit of its best tier.
     fn touch(&self, slot: Slot, keys: &[EngineKey], tier: Tier) -> StoreOutcome;
 
     /// Takes one count in `tier` from each key.
@@ -241,13 +286,14 @@ pub trait PrefixIndex: Send + Sync + std::fmt::Debug {
     /// key confirms it afresh with a count of one.
     fn demote(&self, slot: Slot);
 
-    /// Drops the entries of `slot` that are still unconfirmed, returning how many keys went.
+    /// Drops the entries of `slot` that are still unconfirmed (pending runs too), returning how many resident keys lost
+    /// their place in a tier.
     fn drop_demoted(&self, slot: Slot) -> usize;
 
     /// Looks up a prompt for every slot at once.
     fn overlap(&self, local_hashes: &[LocalBlockHash], overlaps: &mut Overlaps);
 
-    /// Returns the blocks that `slot` holds, by tier.
+    /// Returns the blocks that `slot` holds, by tier: a place counts once, whichever keys name it, with all its unit.
     fn slot_blocks(&self, slot: Slot) -> TierBlocks;
 
     /// Returns the size of the index.

@@ -1,4 +1,453 @@
-//! The concurrent prefix-block radix tree.
-/// Placeholder.
+//! The concurrent index: a radix tree of split-free runs, and one reverse map for each slot.
+//!
+//! # Structure
+//! * A *run* is a stretch of consecutive blocks. A store that continues at a run's end extends it in place, whoever holds
+//!   the front; a path that leaves a run begins a child at that offset. Runs are never split, so the [location] of a block
+//!   is fixed while the block exists, and the reverse maps of all slots stay valid.
+//! * For each run and slot one [mark] tells how many leading blocks the slot holds. What is no such prefix (holes, lower
+//!   tiers, units of several blocks) is told by a [detail] beside it, and becomes a mark again when it can.
+//! * A slot's [reverse map][slot] leads from engine keys to locations, with counts.
+//! * The tail of a run that neither a holder nor a child needs is cut off in the same call, and an empty run leaves its
+//!   parent, so the index is as large as what is held.
+//!
+//! # Concurrency
+//! One lock for each slot around its reverse map and pending runs, one reader-writer lock around the tree; order slot,
+//! then tree. A store looks its keys up before it takes the tree's lock and enters them after it let go, so writers of
+//! different slots meet only for the walk and for one change of a mark per run.
+//!
+//! [location]: node::Location
+//! [mark]: holders::Mark
+//! [detail]: detail::Detail
+//! [slot]: slot::SlotState
+
+mod check;
+mod detail;
+mod holders;
+mod lookup;
+mod node;
+mod pending;
+mod record;
+mod slot;
+mod tree;
+
+use std::collections::BTreeSet;
+use std::sync::Arc;
+use std::time::Instant;
+
+pub(super) use self::lookup::Scratch;
+use self::node::{Location, MAX_RUN_BLOCKS, Point};
+use self::record::Verdict;
+use self::slot::{SlotState, Step, Unit};
+use self::tree::{Segment, Span, Tree};
+use super::{
+    EngineKey, IndexStats, MAX_SLOTS, OrphanLimits, Overlaps, PrefixIndex, RemoveOutcome,
+    StoreOutcome, StoredRun, Tier, TierBlocks,
+};
+use crate::block::LocalBlockHash;
+use crate::ids::Slot;
+use crate::sync::{Mutex, RwLock};
+
+/// A [`PrefixIndex`] for many workers, many prompts and many threads.
+///
+/// A lookup costs one comparison per matched block and one step per holder of each run it passes, whatever else is
+/// stored. A slot costs nothing before its first store; after [`clear`](PrefixIndex::clear) of every tier only an empty
+/// shell of a few hundred bytes is left of it.
+///
+/// # Examples
+/// ```
+/// use std::time::{Duration, Instant};
+/// use kvlane::index::{
+///     EngineHash, EngineKey, OrphanLimits, Overlaps, PrefixIndex, RadixIndex, StoredRun, Tier,
+/// };
+/// use kvlane::{BlockSize, SaltContext, Slot, block_hashes};
+///
+/// let index = RadixIndex::new(OrphanLimits { max_keys: 1_000, max_age: Duration::from_secs(60) });
+/// let size = BlockSize::new(4)?;
+/// let stored = block_hashes(&[1, 2, 3, 4, 5, 6, 7, 8], size, &SaltContext::default());
+/// let keys = [100, 200].map(|hash| EngineKey { group: 0, hash: EngineHash::Int(hash) });
+/// let run = StoredRun {
+///     parent: None,
+///     keys: &keys,
+///     local_hashes: &stored.local,
+///     blocks_per_key: 1,
+///     tier: Tier::Device,
+/// };
+/// # #[allow(clippy::disallowed_methods)]
+/// index.store(Slot(3), &run, Instant::now());
+///
+/// let prompt = block_hashes(&[1, 2, 3, 4, 9, 9, 9, 9], size, &SaltContext::default());
+/// let mut overlaps = Overlaps::new();
+/// index.overlap(&prompt.local, &mut overlaps);
+/// assert_eq!(overlaps.get(Slot(3)).device, 1);
+/// # Ok::<(), kvlane::Error>(())
+/// ```
 #[derive(Debug)]
-pub struct RadixIndex;
+pub struct RadixIndex {
+    limits: OrphanLimits,
+    tree: RwLock<Tree>,
+    slots: RwLock<Vec<Arc<Mutex<SlotState>>>>,
+}
+
+/// A store whose parent's place is known.
+#[derive(Clone, Copy, Debug)]
+struct Placeable<'a> {
+    point: Point,
+    keys: &'a [EngineKey],
+    local_hashes: &'a [LocalBlockHash],
+    unit: usize,
+    tier: Tier,
+    confirmed: bool,
+}
+
+impl RadixIndex {
+    /// Creates an empty index whose slots keep pending what `limits` allow.
+    #[must_use]
+    pub fn new(limits: OrphanLimits) -> Self {
+        Self::with_max_run_blocks(limits, MAX_RUN_BLOCKS)
+    }
+
+    /// Creates an index whose runs end early, so that tests reach what long paths do.
+    #[doc(hidden)]
+    #[must_use]
+    pub fn with_max_run_blocks(limits: OrphanLimits, max_run_blocks: u16) -> Self {
+        Self {
+            limits,
+            tree: RwLock::new(Tree::new(max_run_blocks.clamp(1, MAX_RUN_BLOCKS))),
+            slots: RwLock::default(),
+        }
+    }
+
+    /// Returns the state of a slot that stored something before.
+    fn known(&self, slot: Slot) -> Option<Arc<Mutex<SlotState>>> {
+        self.slots.read().get(slot.index()).cloned()
+    }
+
+    fn state(&self, slot: Slot) -> Arc<Mutex<SlotState>> {
+        if let Some(state) = self.known(slot) {
+            return state;
+        }
+        let mut slots = self.slots.write();
+        while slots.len() <= slot.index() {
+            slots.push(Arc::default());
+        }
+        slots[slot.index()].clone()
+    }
+
+    /// Applies a store in three steps: look the keys up, change the tree, enter the keys. Returns what became of each key
+    /// and adds the pending runs that now have a parent to `ready`.
+    fn apply(
+        &self,
+        slot: u16,
+        state: &mut SlotState,
+        store: &Placeable<'_>,
+        ready: &mut BTreeSet<u64>,
+    ) -> Vec<Verdict> {
+        let unit = u32::try_from(store.unit).unwrap_or(u32::MAX);
+        let known: Vec<_> = store.keys.iter().map(|key| state.packed(key)).collect();
+        let judge = |index: usize, at: Location| {
+            let key = &store.keys[index];
+            let record = known[index].map(|packed| state.unpack(key, packed));
+            Verdict::of(record.as_ref(), at, store.tier, unit, store.confirmed)
+        };
+        let steps = self.place(slot, store, unit, judge);
+        let new = steps.iter().filter(|step| step.verdict == Verdict::Place);
+        state.reserve(store.keys.first(), new.count());
+        let mut released = Vec::new();
+        let mut verdicts = Vec::with_capacity(steps.len());
+        for (key, step) in store.keys.iter().zip(&steps) {
+            let fresh = (store.tier, unit, store.confirmed);
+            let verdict = state.apply(key, step, fresh, &mut released);
+            if verdict.holds() && !state.pending.is_empty() {
+                state.pending.waiting(key, ready);
+            }
+            verdicts.push(verdict);
+        }
+        self.give_up(slot, state, &released);
+        verdicts
+    }
+
+    /// Walks and extends the tree along a store, and makes the slot hold the units that are new to it.
+    fn place(
+        &self,
+        slot: u16,
+        store: &Placeable<'_>,
+        unit: u32,
+        judge: impl Fn(usize, Location) -> Verdict,
+    ) -> Vec<Step> {
+        let mut steps = Vec::with_capacity(store.keys.len());
+        let mut spans: Vec<Span> = Vec::new();
+        let mut refused = false;
+        let mut tree = self.tree.write();
+        let segments = tree.extend(store.point, store.local_hashes);
+        for (at, segment) in ends(&segments, store.unit) {
+            let verdict = judge(steps.len(), at);
+            let mut was_held = false;
+            if verdict.holds() {
+                was_held = tree
+                    .view(slot, segment.run)
+                    .holds(store.tier, unit, at.offset);
+                let span = Span::one(at, store.tier, unit);
+                if !was_held && !spans.last_mut().is_some_and(|last| last.grow(span)) {
+                    spans.push(span);
+                }
+            }
+            refused |= verdict == Verdict::Refuse;
+            steps.push(Step {
+                at,
+                verdict,
+                was_held,
+            });
+        }
+        for span in spans {
+            tree.hold(slot, span);
+        }
+        if refused {
+            for segment in segments.iter().rev() {
+                tree.trim(segment.run);
+            }
+        }
+        steps
+    }
+
+    /// Attaches pending runs whose parent is known, oldest first; then takes back what was removed while it was pending.
+    fn attach(
+        &self,
+        slot: u16,
+        state: &mut SlotState,
+        mut ready: BTreeSet<u64>,
+        outcome: &mut StoreOutcome,
+    ) {
+        let mut taken_back = Vec::new();
+        while let Some(number) = ready.pop_first() {
+            let Some(run) = state.pending.take(number) else {
+                continue;
+            };
+            let Some(parent) = state.location(&run.parent) else {
+                continue;
+            };
+            let store = Placeable {
+                point: parent.next(),
+                keys: &run.keys,
+                local_hashes: &run.local_hashes,
+                unit: run.unit,
+                tier: run.tier,
+                confirmed: run.confirmed,
+            };
+            let verdicts = self.apply(slot, state, &store, &mut ready);
+            for (index, verdict) in verdicts.into_iter().enumerate() {
+                let dead = run.dead.contains(&index);
+                match verdict {
+                    Verdict::Refuse => outcome.refused += 1,
+                    Verdict::Ignore => outcome.attached += 1,
+                    _ if dead => taken_back.push((run.keys[index].clone(), run.tier)),
+                    _ => outcome.attached += 1,
+                }
+            }
+        }
+        let mut released = Vec::new();
+        for (key, tier) in taken_back {
+            state.take(&key, tier, &mut released);
+        }
+        self.give_up(slot, state, &released);
+    }
+
+    /// Takes units that keys gave up out of the tree, unless another key holds them.
+    fn give_up(&self, slot: u16, state: &mut SlotState, released: &[Unit]) {
+        if released.is_empty() {
+            return;
+        }
+        let spans = state.release(released);
+        if !spans.is_empty() {
+            self.tree.write().unhold(slot, &spans);
+        }
+    }
+}
+
+impl PrefixIndex for RadixIndex {
+    fn store(&self, slot: Slot, run: &StoredRun<'_>, now: Instant) -> StoreOutcome {
+        let mut outcome = StoreOutcome::default();
+        let Some(id) = slot_id(slot).filter(|_| run.is_well_formed()) else {
+            outcome.refused = run.keys.len();
+            return outcome;
+        };
+        if run.keys.is_empty() {
+            return outcome;
+        }
+        let state = self.state(slot);
+        let mut state = state.lock();
+        outcome.dropped = state.pending.expire(now, self.limits.max_age);
+        let point = match run.parent {
+            None => Point::ROOT,
+            Some(parent) => match state.location(parent) {
+                Some(parent) => parent.next(),
+                None => {
+                    keep_pending(&mut state, parent, run, now, self.limits, &mut outcome);
+                    return outcome;
+                }
+            },
+        };
+        let store = Placeable {
+            point,
+            keys: run.keys,
+            local_hashes: run.local_hashes,
+            unit: run.blocks_per_key,
+            tier: run.tier,
+            confirmed: true,
+        };
+        let mut ready = BTreeSet::new();
+        for verdict in self.apply(id, &mut state, &store, &mut ready) {
+            match verdict {
+                Verdict::Place | Verdict::Move => outcome.placed += 1,
+                Verdict::Repeat | Verdict::Replace | Verdict::Ignore => outcome.repeated += 1,
+                Verdict::Refuse => outcome.refused += 1,
+            }
+        }
+        if !ready.is_empty() {
+            self.attach(id, &mut state, ready, &mut outcome);
+        }
+        outcome
+    }
+
+    fn touch(&self, slot: Slot, keys: &[EngineKey], tier: Tier) -> StoreOutcome {
+        let mut outcome = StoreOutcome::default();
+        let (Some(id), Some(state)) = (slot_id(slot), self.known(slot)) else {
+            outcome.refused = keys.len();
+            return outcome;
+        };
+        let mut state = state.lock();
+        for key in keys {
+            match state.touch(key, tier) {
+                None => outcome.refused += 1,
+                Some(None) => outcome.repeated += 1,
+                Some(Some(unit)) => {
+                    outcome.placed += 1;
+                    let mut tree = self.tree.write();
+                    let view = tree.view(id, unit.at.run);
+                    let was_held = view.holds(tier, unit.blocks, unit.at.offset);
+                    if !was_held {
+                        tree.hold(id, Span::one(unit.at, tier, unit.blocks));
+                    }
+                    drop(tree);
+                    state.acquire(unit, was_held);
+                }
+            }
+        }
+        outcome
+    }
+
+    fn remove(&self, slot: Slot, keys: &[EngineKey], tier: Tier) -> RemoveOutcome {
+        let mut outcome = RemoveOutcome::default();
+        let (Some(id), Some(state)) = (slot_id(slot), self.known(slot)) else {
+            outcome.unknown = keys.len();
+            return outcome;
+        };
+        let mut state = state.lock();
+        let mut released = Vec::new();
+        for key in keys {
+            let taken = state.take(key, tier, &mut released).is_some();
+            if taken || (!state.pending.is_empty() && state.pending.remove(key, tier)) {
+                outcome.removed += 1;
+            } else {
+                outcome.unknown += 1;
+            }
+        }
+        self.give_up(id, &mut state, &released);
+        outcome
+    }
+
+    fn clear(&self, slot: Slot, tiers: &[Tier]) {
+        let (Some(id), Some(state)) = (slot_id(slot), self.known(slot)) else {
+            return;
+        };
+        let mut state = state.lock();
+        if Tier::ALL.iter().all(|tier| tiers.contains(tier)) {
+            let runs = state.drain();
+            self.tree.write().unhold_all(id, runs.into_iter());
+            return;
+        }
+        state.pending.retain(|run| !tiers.contains(&run.tier));
+        let mut released = Vec::new();
+        state.drop_residency(|tier, _| tiers.contains(&tier), &mut released);
+        released.sort_unstable();
+        self.give_up(id, &mut state, &released);
+    }
+
+    fn demote(&self, slot: Slot) {
+        if let Some(state) = self.known(slot) {
+            state.lock().doubt();
+        }
+    }
+
+    fn drop_demoted(&self, slot: Slot) -> usize {
+        let (Some(id), Some(state)) = (slot_id(slot), self.known(slot)) else {
+            return 0;
+        };
+        let mut state = state.lock();
+        state.pending.retain(|run| run.confirmed);
+        let mut released = Vec::new();
+        let keys = state.drop_residency(|_, held| held.doubted, &mut released);
+        released.sort_unstable();
+        self.give_up(id, &mut state, &released);
+        keys
+    }
+
+    fn overlap(&self, local_hashes: &[LocalBlockHash], overlaps: &mut Overlaps) {
+        self.tree.read().overlap(local_hashes, overlaps);
+    }
+
+    fn slot_blocks(&self, slot: Slot) -> TierBlocks {
+        self.known(slot)
+            .map_or_else(TierBlocks::default, |state| state.lock().blocks())
+    }
+
+    fn stats(&self) -> IndexStats {
+        let slots = self.slots.read().clone();
+        let orphans = slots.iter().map(|state| state.lock().pending.keys());
+        let orphans = orphans.sum();
+        let tree = self.tree.read();
+        IndexStats {
+            blocks: tree.blocks(),
+            nodes: tree.nodes(),
+            orphans,
+        }
+    }
+}
+
+/// Keeps a run whose parent is unknown.
+fn keep_pending(
+    state: &mut SlotState,
+    parent: &EngineKey,
+    run: &StoredRun<'_>,
+    now: Instant,
+    limits: OrphanLimits,
+    outcome: &mut StoreOutcome,
+) {
+    if run.keys.len() > limits.max_keys {
+        outcome.dropped += run.keys.len();
+        return;
+    }
+    state.pending.push(parent, run, now);
+    outcome.orphaned = run.keys.len();
+    outcome.dropped += state.pending.shrink_to(limits.max_keys);
+}
+
+/// Visits the last block of each unit of `unit` blocks along a path, with the segment that it lies in.
+fn ends(segments: &[Segment], unit: usize) -> impl Iterator<Item = (Location, Segment)> {
+    let mut before = 0;
+    segments.iter().flat_map(move |&segment| {
+        let begin = before;
+        before += usize::from(segment.blocks);
+        // The first multiple of the unit above `begin` is the end of the first unit that ends in this segment.
+        let first = (begin / unit + 1) * unit;
+        (first..=before).step_by(unit).map(move |end| {
+            let offset = segment.offset + node::as_offset(end - begin - 1);
+            let run = segment.run;
+            (Location { run, offset }, segment)
+        })
+    })
+}
+
+fn slot_id(slot: Slot) -> Option<u16> {
+    debug_assert_eq!(MAX_SLOTS - 1, usize::from(u16::MAX));
+    u16::try_from(slot.0).ok()
+}

@@ -1,0 +1,188 @@
+//! Looking a prompt up for every slot at once.
+
+use super::holders::{Holders, Mark};
+use super::node::{Point, Run, RunId};
+use super::tree::{Tree, View};
+use crate::block::LocalBlockHash;
+use crate::ids::Slot;
+use crate::index::{Overlaps, Tier};
+
+/// Working memory of lookups, kept in the answer so that it is allocated once.
+#[derive(Clone, Debug, Default)]
+pub(in crate::index) struct Scratch {
+    /// Unbroken leading blocks of each slot so far, counting units of one block.
+    depth: Vec<u32>,
+    /// Slots met that hold units of several blocks.
+    coarse: Vec<u16>,
+    path: Vec<Visit>,
+    /// Best tier of each block for one slot.
+    best: Vec<Option<Tier>>,
+}
+
+/// A run on the prompt's path.
+#[derive(Clone, Copy, Debug)]
+struct Visit {
+    run: RunId,
+    /// Blocks of the prompt before the run.
+    before: u32,
+    /// Blocks of the run that the prompt matches.
+    matched: u16,
+}
+
+impl Tree {
+    /// Answers for every slot.
+    ///
+    /// The array of depths is the set of slots still in the race: at each run, a holder whose depth equals the blocks
+    /// before the run advances by what it holds of the matched part. Slots that hold units of several blocks are looked
+    /// at again at the end, since a unit counts by its last block, which may lie in a later run.
+    pub(super) fn overlap(&self, query: &[LocalBlockHash], overlaps: &mut Overlaps) {
+        overlaps.reset(self.slots());
+        let mut scratch = std::mem::take(&mut overlaps.scratch);
+        scratch.begin(self.slots());
+        self.walk(query, &mut scratch, overlaps);
+        for (overlap, &depth) in overlaps.by_slot.iter_mut().zip(&scratch.depth) {
+            overlap.device = depth - overlap.blocks();
+        }
+        scratch.coarse.sort_unstable();
+        scratch.coarse.dedup();
+        for &slot in &scratch.coarse {
+            self.overlap_coarse(slot, &scratch.path, &mut scratch.best, overlaps);
+        }
+        overlaps.scratch = scratch;
+    }
+
+    fn walk(&self, query: &[LocalBlockHash], scratch: &mut Scratch, overlaps: &mut Overlaps) {
+        let mut at = Point::ROOT;
+        let mut before = 0_u32;
+        let mut rest = query;
+        while let Some(&next) = rest.first()
+            && let Some(id) = self.child(at, next)
+            && let Some(run) = self.run(id)
+        {
+            let matched = run.matched(0, rest);
+            let visit = Visit {
+                run: id,
+                before,
+                matched,
+            };
+            let reached = self.visit(run, visit, scratch, overlaps);
+            if self.coarse() > 0 {
+                scratch.path.push(visit);
+            } else if !reached {
+                break;
+            }
+            before += u32::from(matched);
+            rest = &rest[usize::from(matched)..];
+            at = Point {
+                run: id,
+                blocks: matched,
+            };
+        }
+    }
+
+    /// Advances the holders of one run, telling whether any of them holds all of the matched part.
+    fn visit(
+        &self,
+        run: &Run,
+        visit: Visit,
+        scratch: &mut Scratch,
+        overlaps: &mut Overlaps,
+    ) -> bool {
+        let mut reached = false;
+        let mut advance = |slot: u16, mark: Mark| {
+            let depth = &mut scratch.depth[usize::from(slot)];
+            let in_race = *depth == visit.before;
+            if in_race {
+                let blocks = mark.cutoff().min(visit.matched);
+                *depth += u32::from(blocks);
+                reached |= blocks == visit.matched;
+            }
+            if mark.is_detailed() {
+                self.visit_detail(slot, visit, in_race, &mut scratch.coarse, overlaps);
+            }
+        };
+        match &run.holders {
+            Holders::Sparse(list) => {
+                for holder in list {
+                    advance(holder.slot(), holder.mark());
+                }
+            }
+            dense @ Holders::Dense { .. } => dense.for_each(advance),
+        }
+        reached
+    }
+
+    /// Tells tiers apart for a slot whose holding is more than a plain prefix.
+    #[cold]
+    fn visit_detail(
+        &self,
+        slot: u16,
+        visit: Visit,
+        in_race: bool,
+        coarse: &mut Vec<u16>,
+        overlaps: &mut Overlaps,
+    ) {
+        let View::Detail(detail) = self.view(slot, visit.run) else {
+            return;
+        };
+        if detail.is_coarse() {
+            coarse.push(slot);
+        } else if in_race {
+            let blocks = detail.unit_prefix().min(visit.matched);
+            let counts = detail.best_tiers(blocks);
+            for tier in [Tier::Host, Tier::External, Tier::Disk] {
+                overlaps
+                    .at(Slot(u32::from(slot)))
+                    .add(tier, counts[tier.index()]);
+            }
+        }
+    }
+
+    /// Answers for one slot, block by block.
+    fn overlap_coarse(
+        &self,
+        slot: u16,
+        path: &[Visit],
+        best: &mut Vec<Option<Tier>>,
+        overlaps: &mut Overlaps,
+    ) {
+        best.clear();
+        for visit in path {
+            best.resize(best.len() + usize::from(visit.matched), None);
+            let before = visit.before as usize;
+            match self.view(slot, visit.run) {
+                View::Nothing => {}
+                View::Prefix(cutoff) => {
+                    let blocks = usize::from(cutoff.min(visit.matched));
+                    best[before..before + blocks].fill(Some(Tier::Device));
+                }
+                View::Detail(detail) => {
+                    for layer in detail.layers() {
+                        for offset in layer.ends(visit.matched) {
+                            let end = before + usize::from(offset) + 1;
+                            let begin = end.saturating_sub(layer.unit as usize);
+                            for block in &mut best[begin..end] {
+                                *block =
+                                    Some(block.map_or(layer.tier, |known| known.min(layer.tier)));
+                            }
+                        }
+                    }
+                }
+            }
+        }
+        let overlap = overlaps.at(Slot(u32::from(slot)));
+        *overlap = crate::index::Overlap::default();
+        for tier in best.iter().map_while(|tier| *tier) {
+            overlap.add(tier, 1);
+        }
+    }
+}
+
+impl Scratch {
+    fn begin(&mut self, slots: usize) {
+        self.depth.clear();
+        self.depth.resize(slots, 0);
+        self.coarse.clear();
+        self.path.clear();
+    }
+}
