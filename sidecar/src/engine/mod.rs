@@ -239,8 +239,10 @@ fn service(
     let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
     let sources = match (&config.events, bound) {
         (Some(events), Some(bound)) if !events.silent => json!({"0": {
-            "enable_kv_cache_events": true, "publisher": "zmq", "endpoint": bound.endpoint,
-            "replay_endpoint": bound.replay_endpoint, "buffer_steps": events.buffer_steps, "hwm": events.hwm,
+            "enable_kv_cache_events": true, "publisher": "zmq",
+            "endpoint": as_configured(&events.endpoint, &bound.endpoint),
+            "replay_endpoint": events.replay_endpoint.as_deref().zip(bound.replay_endpoint.as_deref())
+                .map(|(configured, bound)| as_configured(configured, bound)), "buffer_steps": events.buffer_steps, "hwm": events.hwm,
             "max_queue_size": 100_000, "topic": events.topic,
         }}),
         _ => json!({}),
@@ -255,5 +257,13 @@ fn service(
         role: config.role,
         event_sources: sources,
         created: now.unwrap_or_default().as_secs(),
+    }
+}
+
+/// Returns the bound endpoint with the wildcard that it was configured with, as vLLM reports it.
+fn as_configured(configured: &str, bound: &str) -> String {
+    match (configured.starts_with("tcp://*:"), bound.rsplit_once(':')) {
+        (true, Some((_, port))) => format!("tcp://*:{port}"),
+        _ => bound.to_owned(),
     }
 }

@@ -66,8 +66,10 @@ impl Publisher {
         let inbox = socket(&context, SocketType::PULL, QUEUED_BATCHES)?;
         bind(&inbox, "queue", QUEUE_ENDPOINT)?;
         let queue = socket(&context, SocketType::PUSH, QUEUED_BATCHES)?;
+        // Only a dead thread takes longer; the engine must not hang on it.
         queue
-            .connect(QUEUE_ENDPOINT)
+            .set_sndtimeo(QUEUE_TIMEOUT_MS)
+            .and_then(|()| queue.connect(QUEUE_ENDPOINT))
             .map_err(|error| zmq_error("connect", error))?;
         let (router, replay_endpoint) = replay.unzip();
         let counters = Arc::new(PublisherCounters::default());
@@ -274,6 +276,9 @@ const QUEUED_BATCHES: i32 = 10_000;
 
 /// Bound of what is kept for replay, whatever the number of batches.
 const MAX_KEPT_BYTES: usize = 256 << 20;
+
+/// How long the step loop waits for a place in the queue.
+const QUEUE_TIMEOUT_MS: i32 = 5_000;
 
 /// Name within this publisher's own context.
 const QUEUE_ENDPOINT: &str = "inproc://batches";

@@ -264,8 +264,8 @@ impl Pace {
 /// The operating system wakes a sleeper about 50 µs late (its timer slack), so shorter sleeps only add error.
 const SHORTEST_SLEEP: Duration = Duration::from_micros(50);
 
-/// A machine that stalled for longer is not caught up with.
-const MAX_DEBT: Duration = Duration::from_millis(100);
+/// A delay beyond this is not made good: it would shorten the steps of whoever comes next.
+const MAX_DEBT: Duration = Duration::from_millis(2);
 
 /// Prompts that may wait; each holds its tokens in memory.
 const MAX_WAITING: usize = 65_536;

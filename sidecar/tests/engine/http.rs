@@ -355,6 +355,19 @@ async fn the_other_paths_tell_what_a_router_asks() {
     .await;
     assert_eq!(get(&quiet, "/kv_event_sources").await.json(), json!({}));
     quiet.shutdown().await;
+    let mut config = fast();
+    config.events.as_mut().unwrap().endpoint = "tcp://*:0".to_owned();
+    let open = start(config).await;
+    let port = open
+        .events_endpoint()
+        .unwrap()
+        .rsplit_once(':')
+        .unwrap()
+        .1
+        .to_owned();
+    let sources = get(&open, "/kv_event_sources").await.json();
+    assert_eq!(sources["0"]["endpoint"], format!("tcp://*:{port}"));
+    open.shutdown().await;
 }
 
 #[tokio::test]
@@ -418,22 +431,27 @@ async fn first_tokens_take_the_measured_time() {
         ..EngineConfig::ephemeral()
     })
     .await;
-    let mut times = Vec::new();
-    for _ in 0..2 {
-        let prompt: Vec<u32> = (0..1500).collect();
-        let body = json!({"prompt": prompt, "max_tokens": 2, "stream": true}).to_string();
-        let begin = Instant::now();
-        let mut response = send(&engine, "POST", "/v1/completions", &[], &body).await;
-        response.frame().await.unwrap().unwrap();
-        times.push(begin.elapsed());
+    // The shortest of five, since a busy machine only ever adds time.
+    let mut shortest = [Duration::MAX; 2];
+    for first in 0..5 {
+        let prompt: Vec<u32> = (first * 2000..first * 2000 + 1500).collect();
+        let body = json!({"prompt": prompt, "max_tokens": 1, "stream": true}).to_string();
+        for time in &mut shortest {
+            let begin = Instant::now();
+            let mut response = send(&engine, "POST", "/v1/completions", &[], &body).await;
+            response.frame().await.unwrap().unwrap();
+            *time = begin.elapsed().min(*time);
+            response.collect().await.unwrap();
+        }
     }
+    let [cold, warm] = shortest;
     assert!(
-        times[0] >= Duration::from_micros(7900) && times[0] < Duration::from_millis(60),
-        "{times:?}"
+        cold >= Duration::from_micros(7900) && cold < Duration::from_millis(40),
+        "{cold:?}"
     );
     assert!(
-        times[1] >= Duration::from_micros(1400) && times[1] < times[0],
-        "{times:?}"
+        warm >= Duration::from_micros(1400) && warm < cold,
+        "{warm:?}"
     );
     engine.shutdown().await;
 }
@@ -450,7 +468,7 @@ async fn short_steps_are_not_rounded_up() {
     complete(&engine, 0..16, 1000).await;
     let elapsed = begin.elapsed();
     assert!(
-        elapsed >= Duration::from_millis(99) && elapsed < Duration::from_millis(500),
+        elapsed >= Duration::from_millis(99) && elapsed < Duration::from_millis(900),
         "{elapsed:?}"
     );
     engine.shutdown().await;
