@@ -230,7 +230,10 @@ impl LocalBlockHash {
 
 /// Returns the tokens as little-endian bytes.
 fn token_bytes(tokens: &[u32]) -> Vec<u8> {
-    tokens.iter().flat_map(|token| token.to_le_bytes()).collect()
+    tokens
+        .iter()
+        .flat_map(|token| token.to_le_bytes())
+        .collect()
 }
 
 /// The hashes of one prompt's complete blocks.
@@ -283,7 +286,12 @@ fn block_salt(index: usize, block_size: BlockSize, salt: &SaltContext<'_>) -> Sa
         parts.push_salt(salt.salt.unwrap_or_default());
     }
     if !salt.media.is_empty() {
-        push_media(&mut parts, index * block_size.tokens(), block_size, salt.media);
+        push_media(
+            &mut parts,
+            index * block_size.tokens(),
+            block_size,
+            salt.media,
+        );
     }
     parts
 }

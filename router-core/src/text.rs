@@ -33,6 +33,9 @@ use crate::block::{BlockHashes, LocalBlockHash, SaltContext, SaltParts, Sequence
 /// chunks of one prompt decides where it goes.
 pub const CHUNK_BYTES: usize = 64;
 
+/// Tokens that a full chunk is taken for until engines report their counts: 64 bytes at about four bytes a token.
+pub const TOKENS_PER_CHUNK: usize = 16;
+
 /// Hashes the complete chunks of a plain completion prompt.
 ///
 /// Cost: about 10 ns a chunk.

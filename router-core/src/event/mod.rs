@@ -4,6 +4,7 @@
 //! [`gap`] watches the sequence of one stream. Identity (worker and rank) comes from the subscription, never from a
 //! payload.
 
+pub(crate) mod apply;
 pub mod encode;
 pub mod gap;
 pub mod wire;

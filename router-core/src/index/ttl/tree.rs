@@ -514,7 +514,10 @@ impl Tree {
         }
         assert_eq!(
             self.blocks,
-            self.nodes.iter().map(|(_, node)| node.edge.len()).sum()
+            self.nodes
+                .iter()
+                .map(|(_, node)| node.edge.len())
+                .sum::<usize>()
         );
         of_run
     }

@@ -1,0 +1,294 @@
+//! Workers join, leave, drain, and are listed.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::time::Instant;
+
+use crate::error::{Error, Result};
+use crate::event::SkipCounts;
+use crate::event::gap::SequenceTracker;
+use crate::ids::{Slot, WorkerRank};
+use crate::index::{PrefixIndex, Tier, TierBlocks};
+use crate::load::LoadReport;
+use crate::sync::Mutex;
+use crate::worker::{RankTrust, WorkerInfo, WorkerSpec};
+
+use super::Router;
+use super::state::{Belief, Stream, Target, Worker};
+
+impl Router {
+    /// Registers a worker.
+    ///
+    /// # Errors
+    /// A worker of that id is registered, the spec is out of range, more than 65,536 ranks, or the router is closed. A block
+    /// size that does not fit is no error: the worker is served approximately, with that cause.
+    pub fn add_worker(&self, spec: WorkerSpec, now: Instant) -> Result<()> {
+        spec.validate()?;
+        self.inner.check_open()?;
+        let mut workers = self.inner.workers.write();
+        if workers.by_id.contains_key(spec.id.as_str()) {
+            return Err(Error::invalid(format!(
+                "worker {:?} is registered already; remove it first",
+                spec.id
+            )));
+        }
+        if workers.slots as usize - workers.free_slots.len() + spec.dp_ranks as usize > MAX_TARGETS
+        {
+            return Err(Error::invalid(format!(
+                "worker {:?} would be one too many: {MAX_TARGETS} ranks are accepted in all",
+                spec.id
+            )));
+        }
+        workers.lives += 1;
+        let life = workers.lives;
+        let targets = (0..spec.dp_ranks)
+            .map(|dp_rank| {
+                let slot = workers.free_slots.pop().unwrap_or_else(|| {
+                    workers.slots += 1;
+                    Slot(workers.slots - 1)
+                });
+                self.inner.bound_placements(slot, spec.kv_capacity_blocks);
+                let trust = self.inner.new_trust(now);
+                Arc::new(Target {
+                    belief: Belief::new(&trust),
+                    id: WorkerRank {
+                        worker: spec.id.clone(),
+                        dp_rank,
+                    },
+                    slot,
+                    life,
+                    load: Mutex::default(),
+                    stream: Mutex::new(Stream {
+                        tracker: SequenceTracker::new(),
+                        trust,
+                        skipped: SkipCounts::new(),
+                        batches: 0,
+                        events: 0,
+                        gaps: 0,
+                        removed: false,
+                    }),
+                })
+            })
+            .collect();
+        let (id, block_size) = (spec.id.clone(), spec.block_size);
+        let worker = Worker {
+            draining: AtomicBool::new(false),
+            available: AtomicBool::new(true),
+            capacity: AtomicUsize::new(spec.kv_capacity_blocks.unwrap_or(0)),
+            targets,
+            spec,
+        };
+        workers.by_id.insert(id.clone(), Arc::new(worker));
+        drop(workers);
+        if let Some(size) = block_size {
+            self.note_engine_block_size(id.as_str(), size.into(), now)?;
+        }
+        Ok(())
+    }
+
+    /// Removes a worker. When this returns, nothing of its life is left in any index, and nothing that is still queued for
+    /// it will be applied; a worker of the same id added later begins empty. Its open bookings stay releasable.
+    ///
+    /// # Errors
+    /// Unknown worker.
+    pub fn remove_worker(&self, id: &str) -> Result<()> {
+        let mut workers = self.inner.workers.write();
+        let worker = workers
+            .by_id
+            .remove(id)
+            .ok_or_else(|| Error::unknown_worker(id))?;
+        // Decisions hold `workers` for reading, so none is under way for this worker now.
+        for target in &worker.targets {
+            target.stream.lock().removed = true;
+            self.inner.forget(target.slot);
+            self.inner.bound_placements(target.slot, None);
+            workers.free_slots.push(target.slot);
+        }
+        Ok(())
+    }
+
+    /// Gives a worker nothing new; what it has goes on.
+    ///
+    /// # Errors
+    /// Unknown worker.
+    pub fn drain_worker(&self, id: &str) -> Result<()> {
+        let workers = self.inner.workers.read();
+        workers.worker(id)?.draining.store(true, Ordering::Relaxed);
+        Ok(())
+    }
+
+    /// Says whether a worker may be chosen, as far as its health is known.
+    ///
+    /// # Errors
+    /// Unknown worker.
+    pub fn set_available(&self, id: &str, available: bool) -> Result<()> {
+        let workers = self.inner.workers.read();
+        workers
+            .worker(id)?
+            .available
+            .store(available, Ordering::Relaxed);
+        Ok(())
+    }
+
+    /// Sets the KV capacity of one rank, in blocks of the router's block size; `None` or 0 is unknown.
+    ///
+    /// # Errors
+    /// Unknown worker.
+    pub fn set_kv_capacity(&self, id: &str, blocks: Option<usize>) -> Result<()> {
+        let workers = self.inner.workers.read();
+        let worker = workers.worker(id)?;
+        let blocks = blocks.filter(|blocks| *blocks > 0);
+        if worker.capacity.swap(blocks.unwrap_or(0), Ordering::Relaxed) != blocks.unwrap_or(0) {
+            for target in &worker.targets {
+                self.inner.bound_placements(target.slot, blocks);
+            }
+        }
+        Ok(())
+    }
+
+    /// Takes note of an engine's block size, learned from its metrics or its configuration. One that is no multiple of the
+    /// router's makes the worker approximate, with that cause.
+    ///
+    /// # Errors
+    /// Unknown worker.
+    pub fn note_engine_block_size(&self, id: &str, tokens: u32, now: Instant) -> Result<()> {
+        let router = self.inner.config.block_size.tokens();
+        let fits = tokens > 0 && (tokens as usize).is_multiple_of(router);
+        let workers = self.inner.workers.read();
+        for target in &workers.worker(id)?.targets {
+            let mut stream = target.stream.lock();
+            self.inner.with_trust(target, &mut stream, now, |trust, _| {
+                if !fits {
+                    trust.block_size_refused(tokens, router, now);
+                }
+            });
+        }
+        Ok(())
+    }
+
+    /// Takes in what an engine reports of its load. Without `dp_rank` the counts are spread over the worker's ranks.
+    ///
+    /// # Errors
+    /// Unknown worker or rank; a `kv_usage` that is not between 0 and 1.
+    pub fn report_load(&self, id: &str, dp_rank: Option<u32>, report: LoadReport) -> Result<()> {
+        if !(0.0..=1.0).contains(&report.kv_usage) {
+            return Err(Error::invalid(format!(
+                "kv_usage {} of worker {id:?} is out of range: 0 to 1 is accepted",
+                report.kv_usage
+            )));
+        }
+        let workers = self.inner.workers.read();
+        let worker = workers.worker(id)?;
+        let capacity = worker.capacity_blocks();
+        if let Some(dp_rank) = dp_rank {
+            workers
+                .target(id, dp_rank)?
+                .load
+                .lock()
+                .report(report, capacity);
+            return Ok(());
+        }
+        let ranks = worker.spec.dp_ranks;
+        for target in &worker.targets {
+            let share = LoadReport {
+                running: report.running.div_ceil(ranks),
+                waiting: report.waiting / ranks,
+                kv_usage: report.kv_usage,
+            };
+            target.load.lock().report(share, capacity);
+        }
+        Ok(())
+    }
+
+    /// Forgets what a worker's cache is known or believed to hold: one rank, or all of them.
+    ///
+    /// # Errors
+    /// Unknown worker or rank.
+    pub fn clear(&self, id: &str, dp_rank: Option<u32>) -> Result<()> {
+        let workers = self.inner.workers.read();
+        let targets = match dp_rank {
+            Some(dp_rank) => std::slice::from_ref(workers.target(id, dp_rank)?),
+            None => &workers.worker(id)?.targets[..],
+        };
+        for target in targets {
+            let _stream = target.stream.lock();
+            self.inner.forget(target.slot);
+        }
+        Ok(())
+    }
+
+    /// Lists the workers by id.
+    #[must_use]
+    pub fn workers(&self, now: Instant) -> Vec<WorkerInfo> {
+        self.tick_if_due(now);
+        let workers = self.inner.workers.read();
+        workers
+            .by_id
+            .values()
+            .map(|worker| self.describe(worker, now))
+            .collect()
+    }
+
+    fn describe(&self, worker: &Worker, now: Instant) -> WorkerInfo {
+        let mut info = WorkerInfo {
+            id: worker.spec.id.clone(),
+            dp_ranks: worker.spec.dp_ranks,
+            role: worker.spec.role,
+            draining: worker.draining.load(Ordering::Relaxed),
+            available: worker.available.load(Ordering::Relaxed),
+            active_requests: 0,
+            active_blocks: 0,
+            prefill_blocks: 0.0,
+            index_blocks: TierBlocks::default(),
+            predicted_blocks: 0,
+            kv_capacity_blocks: worker.capacity_blocks(),
+            labels: worker.spec.labels.clone(),
+            trust: Vec::with_capacity(worker.targets.len()),
+        };
+        for target in &worker.targets {
+            let load = target.load.lock();
+            info.active_requests += load.booked.requests();
+            info.active_blocks += load.booked.blocks();
+            info.prefill_blocks += load.booked.prefill_blocks();
+            drop(load);
+            let held = self.inner.index.slot_blocks(target.slot);
+            info.index_blocks.device += held.device;
+            info.index_blocks.host += held.host;
+            info.index_blocks.disk += held.disk;
+            info.index_blocks.external += held.external;
+            info.predicted_blocks += self.inner.token_placements.blocks(target.slot)
+                + self.inner.text_placements.blocks(target.slot);
+            info.trust.push(rank_trust(target, now));
+        }
+        info
+    }
+}
+
+/// Slots are dense and 16 bits of them are plenty; the bound keeps every per-slot array small.
+const MAX_TARGETS: usize = 65_536;
+
+fn rank_trust(target: &Target, now: Instant) -> RankTrust {
+    let stream = target.stream.lock();
+    RankTrust {
+        dp_rank: target.id.dp_rank,
+        state: stream.trust.state(),
+        fidelity: stream.trust.fidelity(),
+        cause: stream.trust.cause().map(str::to_owned),
+        since_seconds: now
+            .saturating_duration_since(stream.trust.since())
+            .as_secs_f64(),
+        batches: stream.batches,
+        events: stream.events,
+        gaps: stream.gaps,
+        skipped: stream.skipped.clone(),
+    }
+}
+
+impl super::state::Inner {
+    /// Drops everything that is known or believed of one slot.
+    pub(super) fn forget(&self, slot: Slot) {
+        self.index.clear(slot, &Tier::ALL);
+        self.token_placements.clear(slot);
+        self.text_placements.clear(slot);
+    }
+}
