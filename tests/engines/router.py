@@ -181,7 +181,7 @@ class Router:
         """The trust states that are 1 for a worker in /metrics."""
         return {
             labels["state"]
-            for labels, value in samples(self.metrics(), "kvlane_worker_trust_state")
+            for labels, value in samples(self.metrics(), "kvlane_trust_state")
             if labels.get("worker") == engine.name and value == 1
         }
 
