@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use crate::ids::Slot;
-use crate::index::PrefixIndex;
+use crate::index::{PrefixIndex, Tier};
 use crate::prompt::PromptKind;
 use crate::trust::TrustState;
 
@@ -79,6 +79,7 @@ impl Inner {
             trust.tick(limits, now)
         }) {
             self.index.drop_demoted(target.slot);
+            self.note_resident(target);
         }
         let unheard = now.saturating_duration_since(stream.trust.since());
         if stream.trust.state() == TrustState::Unreachable
@@ -86,7 +87,9 @@ impl Inner {
             && unheard > self.config.ttl()
         {
             // What was confirmed is older than anything that is believed. Its stream begins anew when it comes back.
-            self.index.clear(target.slot, &crate::index::Tier::ALL);
+            // Own placements stay: they are what such a worker is routed by.
+            self.index.clear(target.slot, &Tier::ALL);
+            self.note_resident(target);
             stream.tracker.reset();
         }
     }

@@ -104,7 +104,7 @@ impl Router {
         now: Instant,
     ) -> Result<()> {
         self.with_stream(worker, dp_rank, |inner, target, stream| {
-            inner.forget(target.slot);
+            inner.forget(target);
             stream.tracker.reset();
             inner.with_trust(target, stream, now, |trust, _| trust.restarted(cause, now));
         })
@@ -178,6 +178,7 @@ impl Inner {
             now,
             &mut report,
         );
+        self.note_resident(target);
         if applied.cleared {
             // The engine dropped what our placements had put there, too.
             self.token_placements.clear(target.slot);
@@ -223,7 +224,7 @@ impl Inner {
             }
             Verdict::Restart => {
                 report.restarted = true;
-                self.forget(target.slot);
+                self.forget(target);
                 self.with_trust(target, stream, now, |trust, limits| {
                     if sequence == 0 {
                         trust.started(now);

@@ -8,7 +8,7 @@ use xxhash_rust::xxh3::xxh3_64;
 
 use crate::config::IndexMode;
 use crate::error::{Error, Result};
-use crate::ids::{LeaseId, Slot};
+use crate::ids::LeaseId;
 use crate::index::Placement;
 use crate::load::active::BookedRequest;
 use crate::policy::{Choice, CostInputs, CostWeights, cost, pick};
@@ -248,7 +248,7 @@ impl Inner {
         if !all_known {
             // Shares and plain counts do not compare: fall back to counts for all.
             for priced in &mut priced {
-                priced.fullness = self.resident_blocks(priced.target.slot, request) as f64;
+                priced.fullness = self.resident_blocks(&priced.target, request) as f64;
             }
         }
         Ok(priced)
@@ -279,7 +279,7 @@ impl Inner {
             decode_blocks,
             preference,
         };
-        let resident = self.resident_blocks(target.slot, request) as f64;
+        let resident = self.resident_blocks(target, request) as f64;
         Ok(Priced {
             fullness: worker
                 .capacity_blocks()
@@ -297,10 +297,9 @@ impl Inner {
     }
 
     /// Blocks that a target holds as far as known: what its events say, or what was placed where they say less.
-    fn resident_blocks(&self, slot: Slot, request: &SelectRequest<'_>) -> usize {
-        use crate::index::PrefixIndex as _;
-        let placed = self.placements(request.prompt.kind()).blocks(slot);
-        self.index.slot_blocks(slot).device.max(placed)
+    fn resident_blocks(&self, target: &Target, request: &SelectRequest<'_>) -> usize {
+        let placed = self.placements(request.prompt.kind()).blocks(target.slot);
+        target.belief.resident_blocks().max(placed)
     }
 
     /// Returns the tokens that an engine would report as cached for `blocks` leading blocks.

@@ -13,7 +13,7 @@ use crate::error::{Error, Result};
 use crate::event::SkipCounts;
 use crate::event::gap::SequenceTracker;
 use crate::ids::{Slot, WorkerId, WorkerRank};
-use crate::index::{OrphanLimits, RadixIndex, TtlIndex};
+use crate::index::{OrphanLimits, PrefixIndex, RadixIndex, Tier, TtlIndex};
 use crate::load::TargetLoad;
 use crate::prompt::PromptKind;
 use crate::sync::{Mutex, RwLock};
@@ -89,15 +89,17 @@ pub(super) struct Target {
     pub(super) life: u64,
     pub(super) load: Mutex<TargetLoad>,
     pub(super) stream: Mutex<Stream>,
-    /// What decisions read of the stream's trust, so that they never wait behind a batch of events.
+    /// What decisions read of the stream, so that they never wait behind a batch of events.
     pub(super) belief: Belief,
 }
 
-/// A target's trust state and fidelity, readable without a lock. A racing reader may see the two from different moments.
+/// A target's trust state, fidelity and confirmed device blocks, readable without a lock. A racing reader may see them
+/// from different moments.
 #[derive(Debug)]
 pub(super) struct Belief {
     state: AtomicU8,
     fidelity_bits: AtomicU64,
+    resident_blocks: AtomicUsize,
 }
 
 impl Belief {
@@ -105,6 +107,7 @@ impl Belief {
         let belief = Self {
             state: AtomicU8::new(0),
             fidelity_bits: AtomicU64::new(0),
+            resident_blocks: AtomicUsize::new(0),
         };
         belief.set(trust);
         belief
@@ -122,6 +125,10 @@ impl Belief {
             .get(state as usize)
             .copied()
             .unwrap_or(TrustState::Unproven)
+    }
+
+    pub(super) fn resident_blocks(&self) -> usize {
+        self.resident_blocks.load(Ordering::Relaxed)
     }
 
     pub(super) fn fidelity(&self) -> f64 {
@@ -222,6 +229,23 @@ impl Inner {
             });
         }
         result
+    }
+
+    /// Takes note of what the index holds of a target after a change.
+    pub(super) fn note_resident(&self, target: &Target) {
+        let held = self.index.slot_blocks(target.slot);
+        target
+            .belief
+            .resident_blocks
+            .store(held.device, Ordering::Relaxed);
+    }
+
+    /// Drops everything that is known or believed of a target.
+    pub(super) fn forget(&self, target: &Target) {
+        self.index.clear(target.slot, &Tier::ALL);
+        self.token_placements.clear(target.slot);
+        self.text_placements.clear(target.slot);
+        self.note_resident(target);
     }
 
     /// Tells both placement indexes how much a target can hold.

@@ -8,7 +8,7 @@ use crate::error::{Error, Result};
 use crate::event::SkipCounts;
 use crate::event::gap::SequenceTracker;
 use crate::ids::{Slot, WorkerRank};
-use crate::index::{PrefixIndex, Tier, TierBlocks};
+use crate::index::{PrefixIndex, TierBlocks};
 use crate::load::LoadReport;
 use crate::sync::Mutex;
 use crate::worker::{RankTrust, WorkerInfo, WorkerSpec};
@@ -100,7 +100,7 @@ impl Router {
         // Decisions hold `workers` for reading, so none is under way for this worker now.
         for target in &worker.targets {
             target.stream.lock().removed = true;
-            self.inner.forget(target.slot);
+            self.inner.forget(target);
             self.inner.bound_placements(target.slot, None);
             workers.free_slots.push(target.slot);
         }
@@ -212,7 +212,7 @@ impl Router {
         };
         for target in targets {
             let _stream = target.stream.lock();
-            self.inner.forget(target.slot);
+            self.inner.forget(target);
         }
         Ok(())
     }
@@ -281,14 +281,5 @@ fn rank_trust(target: &Target, now: Instant) -> RankTrust {
         events: stream.events,
         gaps: stream.gaps,
         skipped: stream.skipped.clone(),
-    }
-}
-
-impl super::state::Inner {
-    /// Drops everything that is known or believed of one slot.
-    pub(super) fn forget(&self, slot: Slot) {
-        self.index.clear(slot, &Tier::ALL);
-        self.token_placements.clear(slot);
-        self.text_placements.clear(slot);
     }
 }

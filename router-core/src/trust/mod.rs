@@ -190,7 +190,7 @@ impl Trust {
             }
             TrustState::Approximate if self.mismatch.is_none() => {
                 if recovered {
-                    self.converged_at = Some(now + limits.ttl);
+                    self.converge(limits, now);
                     let cause = "batches were lost to decoding".to_owned();
                     self.believe(TrustState::Converging, Some(cause), now);
                 } else {
@@ -205,7 +205,7 @@ impl Trust {
     pub(crate) fn lost(&mut self, batches: u64, limits: &TrustLimits, now: Instant) {
         self.usable();
         self.complete = false;
-        self.converged_at = Some(now + limits.ttl);
+        self.converge(limits, now);
         let cause = format!("{batches} event batches were lost and could not be replayed");
         self.believe(TrustState::Converging, Some(cause), now);
     }
@@ -218,7 +218,7 @@ impl Trust {
             let cause = format!("event batches cannot be decoded: {why}");
             self.believe(TrustState::Approximate, Some(cause), now);
         } else if heard {
-            self.converged_at = Some(now + limits.ttl);
+            self.converge(limits, now);
             let cause = format!("an event batch could not be decoded: {why}");
             self.believe(TrustState::Converging, Some(cause), now);
         }
@@ -345,6 +345,12 @@ impl Trust {
             self.before_outage = None;
             self.set(TrustState::Approximate, Some(cause), now);
         }
+    }
+
+    /// Gives what is held the TTL to be confirmed. Further losses do not prolong it, or a stream that loses batches again and
+    /// again would keep its oldest entries for ever.
+    fn converge(&mut self, limits: &TrustLimits, now: Instant) {
+        self.converged_at.get_or_insert(now + limits.ttl);
     }
 
     /// Notes that decodable events are arriving.
