@@ -25,6 +25,8 @@
 
 mod naive;
 mod radix;
+#[cfg(test)]
+mod tests;
 pub mod ttl;
 
 pub use naive::NaiveIndex;
