@@ -83,6 +83,107 @@ pub(crate) enum Keys {
     Bytes,
 }
 
+/// Reads a scenario from bytes and runs it; any bytes are one.
+///
+/// # Panics
+/// When the two indexes differ, or the tree's invariants do not hold.
+pub(crate) fn check_bytes(bytes: &[u8]) {
+    let mut bytes = Bytes(bytes);
+    let max_run_blocks = bytes.one_of(&[0x7FFF, 1, 3]);
+    let probes = [(); 3].map(|()| bytes.path());
+    let ops = std::iter::from_fn(|| bytes.op()).take(MAX_OPS);
+    let ops: Vec<Op> = ops.collect();
+    World::new(max_run_blocks, &probes).run(&ops);
+}
+
+/// Operations of one scenario from bytes; more find nothing more and take long.
+const MAX_OPS: usize = 64;
+
+/// Bytes that are read as choices; zeros follow the last.
+struct Bytes<'a>(&'a [u8]);
+
+impl Bytes<'_> {
+    fn byte(&mut self) -> u8 {
+        let Some((&first, rest)) = self.0.split_first() else {
+            return 0;
+        };
+        self.0 = rest;
+        first
+    }
+
+    fn one_of<T: Copy>(&mut self, choices: &[T]) -> T {
+        choices[usize::from(self.byte()) % choices.len()]
+    }
+
+    /// One byte for the length, two with a bit for each block.
+    fn path(&mut self) -> Path {
+        let blocks = 1 + self.byte() % 10;
+        let bits = u16::from_le_bytes([self.byte(), self.byte()]);
+        (0..blocks)
+            .map(|block| u8::from(bits >> block & 1 == 1))
+            .collect()
+    }
+
+    fn ends(&mut self) -> Vec<usize> {
+        let bits = u16::from_le_bytes([self.byte(), self.byte()]);
+        let ends = (1..=10).filter(|end| bits >> end & 1 == 1);
+        if bits & 1 == 1 {
+            ends.rev().collect()
+        } else {
+            ends.collect()
+        }
+    }
+
+    fn op(&mut self) -> Option<Op> {
+        if self.0.is_empty() {
+            return None;
+        }
+        const KEYS: [Keys; 4] = [Keys::Int, Keys::Alias, Keys::Group, Keys::Bytes];
+        let kind = self.byte();
+        let to = match self.byte() % 16 {
+            15 => To::Everyone,
+            slot => To::Slot(slot % 3),
+        };
+        Some(match kind % 10 {
+            0..=3 => Op::Store {
+                to,
+                path: self.path(),
+                known: self.one_of(&[0, 0, 1, 2, 3, 5]),
+                unit: self.one_of(&[1, 1, 2, 4]),
+                tier: self.one_of(&Tier::ALL),
+                keys: self.one_of(&KEYS),
+                parent_keys: self.one_of(&KEYS),
+                wrong: self
+                    .one_of(&[None, None, None, Some(()), None])
+                    .map(|()| (usize::from(self.byte() % 4), self.path())),
+            },
+            4 | 5 => Op::Remove {
+                to,
+                path: self.path(),
+                ends: self.ends(),
+                tier: self.one_of(&Tier::ALL),
+                keys: self.one_of(&KEYS),
+            },
+            6 => Op::Touch {
+                to,
+                path: self.path(),
+                ends: self.ends(),
+                tier: self.one_of(&Tier::ALL),
+                keys: self.one_of(&KEYS),
+            },
+            7 => Op::Clear {
+                to,
+                tiers: self.byte(),
+            },
+            8 if self.byte() % 2 == 0 => Op::Demote { to },
+            8 => Op::DropDemoted { to },
+            _ => Op::Wait {
+                seconds: self.byte() % 8,
+            },
+        })
+    }
+}
+
 /// The two indexes and the clock.
 #[derive(Debug)]
 pub(crate) struct World {
