@@ -27,6 +27,8 @@ pub mod load;
 pub mod policy;
 mod prompt;
 mod router;
+#[cfg(feature = "zmq")]
+pub mod subscribe;
 pub(crate) mod sync;
 pub mod text;
 pub mod trust;
