@@ -98,6 +98,7 @@ impl Follower {
         self.phase = Phase::Live;
         self.overlap_end = None;
         self.unrepairable = None;
+        self.refused = None;
         self.replay_allowed = now + self.timing.settle;
         if self.has_replay {
             // The last applied batch is asked for again: the same life has it under the same number.

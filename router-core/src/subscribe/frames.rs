@@ -58,11 +58,8 @@ pub(super) fn parse_replay<P: Deref<Target = [u8]>>(
     parts: &[P],
     max_payload_bytes: usize,
 ) -> Result<ReplayFrame<'_>, BadFrame> {
-    let (delimiter, sequence, payload) = match parts {
-        [delimiter, sequence, payload] | [delimiter, _, sequence, payload] => {
-            (delimiter, sequence, payload)
-        }
-        _ => return Err(BadFrame::Parts),
+    let ([delimiter, sequence, payload] | [delimiter, _, sequence, payload]) = parts else {
+        return Err(BadFrame::Parts);
     };
     if !delimiter.is_empty() {
         return Err(BadFrame::Delimiter);

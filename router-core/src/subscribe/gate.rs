@@ -6,6 +6,7 @@ use std::time::Instant;
 use crate::error::Result;
 use crate::event::IngestReport;
 use crate::ids::WorkerRank;
+use crate::router::Router;
 use crate::sync::Mutex;
 
 /// What a stream feeds: the router, or a fake in tests.
@@ -40,6 +41,45 @@ pub(crate) trait Sink: Send + Sync {
     fn stream_up(&self, worker: &str, dp_rank: u32, now: Instant) -> Result<()>;
 
     fn stream_down(&self, worker: &str, dp_rank: u32, cause: &str, now: Instant) -> Result<()>;
+}
+
+impl Sink for Router {
+    fn ingest(
+        &self,
+        worker: &str,
+        dp_rank: u32,
+        sequence: Option<u64>,
+        payload: &[u8],
+        now: Instant,
+    ) -> Result<IngestReport> {
+        Self::ingest(self, worker, dp_rank, sequence, payload, now)
+    }
+
+    fn next_sequence(&self, worker: &str, dp_rank: u32) -> Result<Option<u64>> {
+        Self::next_sequence(self, worker, dp_rank)
+    }
+
+    fn is_known_batch(
+        &self,
+        worker: &str,
+        dp_rank: u32,
+        sequence: u64,
+        payload: &[u8],
+    ) -> Result<Option<bool>> {
+        Self::is_known_batch(self, worker, dp_rank, sequence, payload)
+    }
+
+    fn restart_stream(&self, worker: &str, dp_rank: u32, cause: &str, now: Instant) -> Result<()> {
+        Self::restart_stream(self, worker, dp_rank, cause, now)
+    }
+
+    fn stream_up(&self, worker: &str, dp_rank: u32, now: Instant) -> Result<()> {
+        Self::stream_up(self, worker, dp_rank, now)
+    }
+
+    fn stream_down(&self, worker: &str, dp_rank: u32, cause: &str, now: Instant) -> Result<()> {
+        Self::stream_down(self, worker, dp_rank, cause, now)
+    }
 }
 
 /// Whether a followed stream still belongs to a live worker. Held during each call into the sink, so that after

@@ -44,7 +44,9 @@ pub(crate) use self::options::Options;
 use self::thread::{Mailbox, Worker};
 use crate::error::{Error, ErrorKind, Result};
 use crate::ids::{WorkerId, WorkerRank};
+use crate::router::Router;
 use crate::sync::Mutex;
+use crate::worker::WorkerSpec;
 
 /// One engine stream to follow.
 #[derive(Clone, Debug)]
@@ -150,6 +152,18 @@ struct Followed {
 }
 
 impl Subscriber {
+    /// Starts the thread that feeds `router`.
+    ///
+    /// The subscriber keeps the router alive, and ends with its own drop only; so it must not be kept inside what the
+    /// router itself keeps alive.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Config`] when the system gives no thread or no file descriptors.
+    pub fn start(router: &Router) -> Result<Self> {
+        let sink: Arc<dyn Sink> = Arc::new(router.clone());
+        Self::start_in(zmq::Context::new(), sink, Options::default())
+    }
+
     /// Starts the thread, in a ZeroMQ context given by the caller.
     pub(crate) fn start_in(
         context: zmq::Context,
@@ -199,10 +213,32 @@ impl Subscriber {
         self.wake();
     }
 
+    /// Follows every rank of a worker that has an events endpoint; of one without, nothing.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Config`] when an endpoint is malformed or has no place for a rank; nothing is followed then.
+    pub fn follow_worker(&self, worker: &WorkerSpec) -> Result<()> {
+        let Some(events) = &worker.events else {
+            return Ok(());
+        };
+        let events: Endpoint = events.parse()?;
+        let replay: Option<Endpoint> = worker.replay.as_deref().map(str::parse).transpose()?;
+        let mut specs = Vec::new();
+        for rank in 0..worker.dp_ranks {
+            let replay = replay.as_ref().map(|at| at.for_rank(rank)).transpose()?;
+            let spec = StreamSpec::new(worker.id.clone(), rank, events.for_rank(rank)?);
+            specs.push(spec.replay(replay));
+        }
+        for spec in specs {
+            self.follow(spec);
+        }
+        Ok(())
+    }
+
     /// Ends all streams of a worker; a worker without any is no error.
     ///
     /// This is a barrier: when it returns, no call into the router for these streams is running, and nothing that they
-    /// had queued is applied any more. It waits for at most one such call, so it must not be called from within one.
+    /// had queued is applied any more. Call it before the worker is removed from the router. It waits for at most one such call, so it must not be called from within one.
     pub fn unfollow(&self, worker: &str) {
         let mut ended = Vec::new();
         self.streams.lock().retain(|target, followed| {

@@ -2,6 +2,7 @@
 
 mod engine;
 mod follower;
+mod router;
 mod sockets;
 
 use std::collections::{BTreeMap, HashMap};
