@@ -41,10 +41,6 @@ pub struct BlockHashes {
 ///
 /// `blockSize` is in tokens, 16 by default.
 #[napi]
-#[expect(
-    clippy::needless_pass_by_value,
-    reason = "napi hands arguments over by value"
-)]
 pub fn block_hashes(
     tokens: Uint32Array,
     block_size: Option<u32>,
