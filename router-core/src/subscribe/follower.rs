@@ -136,6 +136,20 @@ impl Follower {
         }
     }
 
+    /// Live batches queue up, so the publisher may be dropping some. Should those be the last, no later one shows it.
+    pub(super) fn on_backlog(&mut self, now: Instant) {
+        if self.has_replay {
+            self.verify_at = Some(now + self.timing.quiet);
+        }
+    }
+
+    /// The replay socket had nothing.
+    pub(super) const fn on_replay_empty(&mut self, now: Instant) {
+        if let Phase::Replaying(replay) = &mut self.phase {
+            replay.on_empty(now);
+        }
+    }
+
     /// Tells whether the replay socket should be read: not while what it brought fills the memory.
     pub(super) fn wants_replay(&self, budget: &Budget) -> bool {
         matches!(&self.phase, Phase::Replaying(replay) if replay.wants_frames(budget))

@@ -48,7 +48,11 @@ pub(super) struct Replay {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum State {
     AskAt(Instant),
-    Listening { heard: Instant },
+    Listening {
+        heard: Instant,
+        /// When the socket was last seen to be empty. A thread that is busy elsewhere must not take that for silence.
+        empty: Instant,
+    },
     Ended,
 }
 
@@ -86,7 +90,7 @@ impl Replay {
             return Step::Continue;
         }
         self.heard_any = true;
-        self.state = State::Listening { heard: now };
+        self.listen(now);
         match frame {
             ReplayFrame::Batch(batch) if self.anchor.is_some() => self.on_anchor(batch, gate),
             ReplayFrame::Batch(batch) => {
@@ -100,6 +104,13 @@ impl Replay {
                 self.state = State::Ended;
                 Step::Continue
             }
+        }
+    }
+
+    /// Nothing was there to be read.
+    pub(super) const fn on_empty(&mut self, now: Instant) {
+        if let State::Listening { empty, .. } = &mut self.state {
+            *empty = now;
         }
     }
 
@@ -117,19 +128,17 @@ impl Replay {
             self.state = State::Ended;
         }
         // An inbox that is not empty may be why nothing is read.
-        if let State::Listening { heard } = &mut self.state
-            && !self.inbox.is_empty()
-        {
-            *heard = now;
+        if self.is_listening() && !self.inbox.is_empty() {
+            self.listen(now);
         }
         match self.state {
             State::AskAt(at) if at <= now => {
                 self.asks += 1;
                 self.fresh = true;
-                self.state = State::Listening { heard: now };
+                self.listen(now);
                 Some(self.next)
             }
-            State::Listening { heard } if now >= heard + timing.silence => {
+            State::Listening { heard, empty } if empty >= heard + timing.silence => {
                 self.on_silence(limits, first_held, now);
                 None
             }
@@ -152,7 +161,7 @@ impl Replay {
     pub(super) fn next_deadline(&self, timing: &Timing) -> Instant {
         let next = match self.state {
             State::AskAt(at) => at,
-            State::Listening { heard } => heard + timing.silence,
+            State::Listening { heard, .. } => heard + timing.silence,
             State::Ended => self.deadline,
         };
         next.min(self.deadline)
@@ -181,6 +190,13 @@ impl Replay {
 
     pub(super) const fn started_at(&self) -> u64 {
         self.start
+    }
+
+    const fn listen(&mut self, now: Instant) {
+        self.state = State::Listening {
+            heard: now,
+            empty: now,
+        };
     }
 
     fn on_anchor(&mut self, batch: &BatchFrame<'_>, gate: &Gate) -> Step {

@@ -26,6 +26,8 @@ pub(super) struct Stream {
     down_since: Option<Instant>,
     was_up: bool,
     failure: String,
+    /// Live messages read since there were none to read.
+    backlog: usize,
     parts: Vec<zmq::Message>,
 }
 
@@ -82,6 +84,7 @@ impl Stream {
             down_since: Some(now),
             was_up: false,
             failure: "nothing answered".into(),
+            backlog: 0,
             parts: Vec::new(),
         }
     }
@@ -146,6 +149,11 @@ impl Stream {
             Port::Live => self.read_live(now, budget),
             Port::Replay => self.read_replay(now, budget),
         }
+    }
+
+    /// Takes note that nothing of a replay was there to be read.
+    pub(super) const fn note_no_replay(&mut self, now: Instant) {
+        self.follower.on_replay_empty(now);
     }
 
     fn step_link(&mut self, now: Instant, budget: &mut Budget) {
@@ -324,13 +332,24 @@ impl Stream {
                 return;
             };
             if !matches!(receive(&live.socket, &mut self.parts), Ok(true)) {
+                self.backlog = 0;
                 return;
             }
+            self.note_backlog(now);
             let limit = self.options.limits.payload_bytes;
             match frames::parse_live(&self.parts, self.spec.topic.as_bytes(), limit) {
                 Ok(batch) => self.follower.on_live(&batch, now, budget),
                 Err(bad) => count_bad(&mut self.follower.counters, bad),
             }
+        }
+    }
+
+    fn note_backlog(&mut self, now: Instant) {
+        self.backlog += 1;
+        // ZeroMQ refills a full queue when half of it has been read.
+        let full = usize::try_from(self.options.limits.live_queue_messages / 2).unwrap_or(1);
+        if self.backlog >= full {
+            self.follower.on_backlog(now);
         }
     }
 
@@ -413,7 +432,8 @@ fn count_bad(counters: &mut Counters, bad: BadFrame) {
 /// Numbers the monitors of all contexts, so that no two share an address.
 static MONITORS: AtomicU64 = AtomicU64::new(0);
 
-/// Messages read and batches applied for one stream before the others have their turn.
-const LIVE_MESSAGES: usize = 256;
+/// Messages read and batches applied for one stream before the others have their turn. Replays are read faster than they
+/// are applied, since engines drop what is not read in time.
+const LIVE_MESSAGES: usize = 64;
 const REPLAY_MESSAGES: usize = 1_024;
-const APPLY_BATCHES: usize = 256;
+const APPLY_BATCHES: usize = 64;

@@ -132,6 +132,12 @@ impl Worker {
 
     fn read(&mut self, ready: &[(usize, Port)]) {
         while self.wake.recv_msg(zmq::DONTWAIT).is_ok() {}
+        let now = super::now();
+        for (index, stream) in self.streams.iter_mut().enumerate() {
+            if !ready.contains(&(index, Port::Replay)) {
+                stream.note_no_replay(now);
+            }
+        }
         for &(index, port) in ready {
             self.streams[index].read(port, super::now(), &mut self.budget);
         }

@@ -165,7 +165,9 @@ impl Drop for Engine {
 fn bind(context: &zmq::Context, kind: zmq::SocketType, endpoint: &str) -> (zmq::Socket, String) {
     let socket = context.socket(kind).unwrap();
     socket.set_linger(0).unwrap();
-    socket.set_sndhwm(100_000).unwrap();
+    // Small enough for a flood to lose batches on the way; replays lose none by themselves.
+    let queue_messages = if kind == zmq::XPUB { 1_000 } else { 100_000 };
+    socket.set_sndhwm(queue_messages).unwrap();
     // The address of an engine that just ended is free a moment later.
     eventually("the address is free", || socket.bind(endpoint).is_ok());
     let bound = socket.get_last_endpoint().unwrap().unwrap();

@@ -103,6 +103,7 @@ impl Bench {
                 return Action::Nothing;
             };
             self.now = self.now.max(at);
+            self.follower.on_replay_empty(self.now);
             let action = self.settle();
             if action != Action::Nothing {
                 return action;
@@ -244,6 +245,30 @@ fn silence_is_asked_again_from_where_it_began_until_live_is_reached() {
     // No end marker, but the next one is there already.
     assert_eq!(bench.due(), Action::Nothing);
     assert_eq!(bench.seen().applied, batches("a", 0..5));
+}
+
+#[test]
+fn the_tail_of_a_backlog_is_asked_for_when_it_is_over() {
+    let mut bench = Bench::established(3);
+    bench.follower.on_backlog(bench.now);
+    bench.live("a", 3);
+    assert_eq!(bench.due(), Action::Ask(4));
+    bench.answer("a", 4..6);
+    assert_eq!(bench.seen().applied, batches("a", 0..6));
+    assert_eq!(bench.due(), Action::Nothing);
+}
+
+#[test]
+fn a_busy_thread_is_not_taken_for_a_silent_engine() {
+    let mut bench = Bench::new(true);
+    bench.connect();
+    assert_eq!(bench.due(), Action::Ask(0));
+    // Time passes, but nobody has looked whether something came.
+    bench.now += bench.options.timing.silence * 3;
+    assert_eq!(bench.settle(), Action::Nothing);
+    bench.follower.on_replay_empty(bench.now);
+    assert_eq!(bench.settle(), Action::Nothing);
+    assert_eq!(bench.due(), Action::Ask(0));
 }
 
 #[test]
