@@ -1,4 +1,16 @@
 //! kvlane sidecar: the proxy, the simulated engine and what the `kvlane` command is made of.
 
+pub mod admin;
+pub mod app;
+pub mod config;
 pub mod engine;
+pub mod events;
+pub mod fleet;
+pub mod metrics;
+pub mod net;
+pub mod proxy;
+pub mod request;
+pub mod scrape;
+pub mod serve;
 pub mod tokenize;
+pub mod tokenizer;

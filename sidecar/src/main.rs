@@ -4,7 +4,7 @@ use std::io::IsTerminal;
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
-use kvlane_sidecar::engine;
+use kvlane_sidecar::{engine, serve};
 use tracing_subscriber::EnvFilter;
 
 #[derive(Parser)]
@@ -20,6 +20,8 @@ struct Cli {
 
 #[derive(Subcommand)]
 enum Command {
+    /// Runs the OpenAI-compatible proxy in front of workers
+    Serve(Box<serve::ServeArgs>),
     /// Runs a simulated vLLM with finite KV, KV events and metrics
     Engine(engine::EngineArgs),
 }
@@ -40,10 +42,13 @@ fn main() -> ExitCode {
                 .with_source(error)
         })
         .and_then(|runtime| match cli.command {
-            Command::Engine(args) => runtime.block_on(engine::run(args)),
+            Command::Serve(args) => Ok(runtime.block_on(serve::run(*args))),
+            Command::Engine(args) => runtime
+                .block_on(engine::run(args))
+                .map(|()| ExitCode::SUCCESS),
         });
     match result {
-        Ok(()) => ExitCode::SUCCESS,
+        Ok(code) => code,
         Err(error) => {
             let mut cause = std::error::Error::source(&error);
             let mut message = error.to_string();

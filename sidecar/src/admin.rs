@@ -1,0 +1,368 @@
+//! The admin listener: health, metrics, and the workers.
+
+use std::convert::Infallible;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use bytes::Bytes;
+use http_body_util::{BodyExt, Limited};
+use hyper::body::Incoming;
+use hyper::header::{AUTHORIZATION, CONTENT_TYPE, HOST, HeaderValue, ORIGIN};
+use hyper::{HeaderMap, Method, Request, Response, StatusCode};
+use kvlane::ErrorKind;
+use serde_json::{Map, Value, json};
+
+use crate::app::App;
+use crate::config::WorkerConfig;
+use crate::proxy::{Problem, ProxyBody, full};
+use crate::request::{Endpoint, Trusted};
+
+/// Largest body of an admin call.
+const MAX_BODY: usize = 64 << 20;
+
+type Answer = Result<Response<ProxyBody>, Problem>;
+
+/// Answers one admin call.
+///
+/// # Errors
+/// Never; the type is what a connection wants.
+pub async fn handle(
+    app: Arc<App>,
+    request: Request<Incoming>,
+) -> Result<Response<ProxyBody>, Infallible> {
+    Ok(answer(&app, request)
+        .await
+        .unwrap_or_else(|problem| problem.response()))
+}
+
+async fn answer(app: &App, request: Request<Incoming>) -> Answer {
+    let (parts, body) = request.into_parts();
+    let path = parts.uri.path().trim_end_matches('/').to_owned();
+    if !matches!(parts.method, Method::GET | Method::HEAD) {
+        // Before anything else, the body included: an unauthorised call has no effect at all.
+        authorise(app, &parts.headers)?;
+    }
+    let query = parts.uri.query().unwrap_or_default();
+    match (&parts.method, path.as_str()) {
+        (&Method::GET | &Method::HEAD, path) => get(app, path, query),
+        (&Method::POST, "/v1/workers") => add_worker(app, &read(body).await?),
+        (&Method::POST, "/v1/overlap") => overlap(app, &read(body).await?),
+        (&Method::POST, path) => match worker_call(path) {
+            Some((id, "drain")) => {
+                done(app.drain_worker(&id), &json!({"id": id, "draining": true}))
+            }
+            Some((id, "clear")) => done(
+                app.router.clear(&id, None),
+                &json!({"id": id, "cleared": true}),
+            ),
+            _ => Err(not_found(path)),
+        },
+        (&Method::DELETE, path) => match worker_call(path) {
+            Some((id, "")) => done(app.remove_worker(&id), &json!({"id": id, "removed": true})),
+            _ => Err(not_found(path)),
+        },
+        (method, path) => Err(Problem::new(
+            StatusCode::METHOD_NOT_ALLOWED,
+            &format!("{method} {path} is not an admin call"),
+        )),
+    }
+}
+
+fn get(app: &App, path: &str, query: &str) -> Answer {
+    match path {
+        "" => Ok(json_response(
+            StatusCode::OK,
+            &json!({
+                "name": "kvlane",
+                "version": env!("CARGO_PKG_VERSION"),
+                "get": ["/livez", "/readyz", "/metrics", "/v1/workers", "/v1/decisions?limit=N", "/v1/config"],
+                "post": ["/v1/workers", "/v1/workers/{id}/drain", "/v1/workers/{id}/clear", "/v1/overlap"],
+                "delete": ["/v1/workers/{id}"],
+            }),
+        )),
+        "/livez" => Ok(json_response(StatusCode::OK, &json!({"live": true}))),
+        "/readyz" if app.is_ready() => Ok(json_response(StatusCode::OK, &json!({"ready": true}))),
+        "/readyz" => Ok(json_response(
+            StatusCode::SERVICE_UNAVAILABLE,
+            &json!({"ready": false}),
+        )),
+        "/metrics" => metrics(app),
+        "/v1/workers" => Ok(json_response(
+            StatusCode::OK,
+            &json!({"workers": list_workers(app)}),
+        )),
+        "/v1/decisions" => decisions(app, query),
+        "/v1/config" => Ok(json_response(StatusCode::OK, &json!(*app.config))),
+        _ => Err(not_found(path)),
+    }
+}
+
+/// Lets a changing call pass only with the key, when there is one, and never from another site's page in a browser.
+fn authorise(app: &App, headers: &HeaderMap) -> Result<(), Problem> {
+    if let Some(key) = &app.config.admin_key {
+        let given = headers
+            .get(AUTHORIZATION)
+            .map(HeaderValue::as_bytes)
+            .and_then(|value| value.strip_prefix(b"Bearer "));
+        if !given.is_some_and(|given| key.matches(given)) {
+            return Err(Problem::new(
+                StatusCode::UNAUTHORIZED,
+                "this call needs the admin key: send it as Authorization: Bearer KEY",
+            ));
+        }
+        return Ok(());
+    }
+    let Some(origin) = headers.get(ORIGIN) else {
+        return Ok(());
+    };
+    let host = headers
+        .get(HOST)
+        .and_then(|host| host.to_str().ok())
+        .unwrap_or_default();
+    if origin
+        .to_str()
+        .is_ok_and(|origin| origin.strip_prefix("http://") == Some(host))
+    {
+        return Ok(());
+    }
+    Err(Problem::new(
+        StatusCode::FORBIDDEN,
+        "changing calls from another site's page are refused",
+    ))
+}
+
+fn metrics(app: &App) -> Answer {
+    let text = app.metrics.encode(&app.router, &app.fleet).map_err(|_| {
+        Problem::new(
+            StatusCode::INTERNAL_SERVER_ERROR,
+            "the metrics could not be written",
+        )
+    })?;
+    let mut response = Response::new(full(text));
+    let kind = HeaderValue::from_static("text/plain; version=0.0.4; charset=utf-8");
+    response.headers_mut().insert(CONTENT_TYPE, kind);
+    Ok(response)
+}
+
+fn list_workers(app: &App) -> Vec<Value> {
+    let members = app.fleet.members();
+    let describe = |info: kvlane::WorkerInfo| {
+        let mut value = serde_json::to_value(&info).unwrap_or_default();
+        if let (Some(worker), Some(object)) =
+            (members.find(info.id.as_str()), value.as_object_mut())
+        {
+            object.insert("url".to_owned(), Value::from(worker.config.url.to_string()));
+            object.insert("events".to_owned(), json!(worker.config.events));
+            object.insert("replay".to_owned(), json!(worker.config.replay));
+            object.insert("healthy".to_owned(), json!(worker.healthy()));
+            object.insert(
+                "breaker".to_owned(),
+                Value::from(worker.breaker_state().as_str()),
+            );
+            object.insert("in_flight".to_owned(), json!(worker.in_flight()));
+            let models: Vec<_> = worker
+                .models()
+                .iter()
+                .map(|model| model.id.clone())
+                .collect();
+            object.insert("models".to_owned(), json!(models));
+        }
+        value
+    };
+    app.router
+        .workers(Instant::now())
+        .into_iter()
+        .map(describe)
+        .collect()
+}
+
+fn decisions(app: &App, query: &str) -> Answer {
+    let limit = query
+        .split('&')
+        .find_map(|pair| pair.strip_prefix("limit="));
+    let limit = match limit.map(str::parse::<usize>) {
+        None => 50,
+        Some(Ok(limit)) if (1..=1000).contains(&limit) => limit,
+        Some(_) => {
+            return Err(Problem::new(
+                StatusCode::BAD_REQUEST,
+                "limit: 1 to 1,000 is accepted",
+            ));
+        }
+    };
+    Ok(json_response(
+        StatusCode::OK,
+        &json!({"decisions": app.router.decisions(limit)}),
+    ))
+}
+
+fn add_worker(app: &App, body: &[u8]) -> Answer {
+    let fields: Map<String, Value> = serde_json::from_slice(body).map_err(|error| {
+        Problem::new(
+            StatusCode::BAD_REQUEST,
+            &format!("a JSON object with id and url is accepted: {error}"),
+        )
+    })?;
+    let worker = WorkerConfig::from_fields(&fields)
+        .map_err(|error| Problem::new(StatusCode::BAD_REQUEST, &error))?;
+    if app.fleet.members().find(worker.id.as_str()).is_some() {
+        let message = format!(
+            "worker {:?} is registered already; remove it first",
+            worker.id
+        );
+        return Err(Problem::new(StatusCode::CONFLICT, &message));
+    }
+    let added = json!(worker);
+    done(app.add_worker(worker), &added)
+}
+
+/// Tells what the index knows of a prompt, given as `tokens`, `prompt` or `messages`.
+fn overlap(app: &App, body: &[u8]) -> Answer {
+    let bad = |message: &str| Problem::new(StatusCode::BAD_REQUEST, message);
+    let mut fields: Map<String, Value> = serde_json::from_slice(body).map_err(|error| {
+        bad(&format!(
+            "a JSON object with tokens, prompt or messages is accepted: {error}"
+        ))
+    })?;
+    if let Some(tokens) = fields.remove("tokens") {
+        fields.insert("prompt".to_owned(), tokens);
+    }
+    let endpoint = match (
+        fields.contains_key("prompt"),
+        fields.contains_key("messages"),
+    ) {
+        (true, false) => Endpoint::Completions,
+        (false, true) => Endpoint::Chat,
+        _ => {
+            return Err(bad(
+                "exactly one of tokens, prompt and messages is accepted",
+            ));
+        }
+    };
+    let body = Bytes::from(Value::Object(fields).to_string());
+    let reading = app
+        .reader
+        .read(endpoint, body, &Trusted::default(), &app.fleet.members());
+    let overlaps = app.router.overlap(&reading.prompt, Instant::now());
+    let list: Vec<Value> = overlaps
+        .into_iter()
+        .map(|(target, overlap)| json!({"worker": target.worker, "dp_rank": target.dp_rank, "blocks": overlap}))
+        .collect();
+    Ok(json_response(
+        StatusCode::OK,
+        &json!({
+            "mode": reading.mode.as_str(),
+            "request_blocks": reading.prompt.blocks(),
+            "tokens": reading.prompt.tokens(),
+            "overlap": list,
+        }),
+    ))
+}
+
+/// Splits `/v1/workers/{id}` and `/v1/workers/{id}/{call}`.
+fn worker_call(path: &str) -> Option<(String, &str)> {
+    let rest = path.strip_prefix("/v1/workers/")?;
+    let (id, call) = rest.split_once('/').unwrap_or((rest, ""));
+    Some((percent_decoded(id)?, call))
+}
+
+fn percent_decoded(text: &str) -> Option<String> {
+    let mut bytes = Vec::with_capacity(text.len());
+    let mut rest = text.as_bytes();
+    while let Some((&byte, tail)) = rest.split_first() {
+        if byte == b'%' {
+            let code = std::str::from_utf8(tail.get(..2)?).ok()?;
+            bytes.push(u8::from_str_radix(code, 16).ok()?);
+            rest = &tail[2..];
+        } else {
+            bytes.push(byte);
+            rest = tail;
+        }
+    }
+    String::from_utf8(bytes).ok()
+}
+
+async fn read(body: Incoming) -> Result<Bytes, Problem> {
+    let collected = tokio::time::timeout(
+        Duration::from_secs(30),
+        Limited::new(body, MAX_BODY).collect(),
+    )
+    .await;
+    match collected {
+        Ok(Ok(whole)) => Ok(whole.to_bytes()),
+        Ok(Err(error)) if error.is::<http_body_util::LengthLimitError>() => Err(Problem::new(
+            StatusCode::PAYLOAD_TOO_LARGE,
+            &format!("the body of an admin call is larger than {MAX_BODY} bytes"),
+        )),
+        Ok(Err(_)) => Err(Problem::new(
+            StatusCode::BAD_REQUEST,
+            "the body ended before it was complete",
+        )),
+        Err(_) => Err(Problem::new(
+            StatusCode::REQUEST_TIMEOUT,
+            "the body stopped arriving",
+        )),
+    }
+}
+
+fn done(result: kvlane::Result<()>, answer: &Value) -> Answer {
+    result
+        .map(|()| json_response(StatusCode::OK, answer))
+        .map_err(|error| Problem::new(status_of(error.kind()), &error.to_string()))
+}
+
+/// The HTTP status of each kind of error.
+const fn status_of(kind: ErrorKind) -> StatusCode {
+    match kind {
+        ErrorKind::Config | ErrorKind::InvalidRequest => StatusCode::BAD_REQUEST,
+        ErrorKind::UnknownWorker => StatusCode::NOT_FOUND,
+        ErrorKind::Overloaded | ErrorKind::Closed => StatusCode::SERVICE_UNAVAILABLE,
+        _ => StatusCode::INTERNAL_SERVER_ERROR,
+    }
+}
+
+fn not_found(path: &str) -> Problem {
+    Problem::new(
+        StatusCode::NOT_FOUND,
+        &format!("{path} is not an admin path; GET / lists them"),
+    )
+}
+
+fn json_response(status: StatusCode, value: &Value) -> Response<ProxyBody> {
+    let mut response = Response::new(full(value.to_string()));
+    *response.status_mut() = status;
+    response
+        .headers_mut()
+        .insert(CONTENT_TYPE, HeaderValue::from_static("application/json"));
+    response
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_kind_of_error_has_a_status_of_its_own_choice() {
+        for kind in ErrorKind::ALL {
+            assert_ne!(
+                status_of(kind),
+                StatusCode::INTERNAL_SERVER_ERROR,
+                "{kind:?}"
+            );
+        }
+    }
+
+    #[test]
+    fn worker_paths_are_split_and_decoded() {
+        assert_eq!(
+            worker_call("/v1/workers/w1/drain"),
+            Some(("w1".to_owned(), "drain"))
+        );
+        assert_eq!(
+            worker_call("/v1/workers/a%2Fb%20c"),
+            Some(("a/b c".to_owned(), ""))
+        );
+        assert_eq!(worker_call("/v1/workers/%zz"), None);
+        assert_eq!(worker_call("/v1/other"), None);
+    }
+}

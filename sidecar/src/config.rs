@@ -1,0 +1,271 @@
+//! Configuration of `kvlane serve`: every key, default, unit and range, from a YAML file, from flags, or from code.
+//!
+//! The keys of the file stand at its top level: those of this module beside those of [`RouterConfig`], which may also be
+//! put under `router:` (but not in both places). Flags override the file. Whatever is unknown, of the wrong type, out of
+//! range or contradictory stops the start with a message that names the key.
+
+mod file;
+mod flags;
+mod keys;
+mod worker;
+
+use std::fmt;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use kvlane::RouterConfig;
+use serde::{Serialize, Serializer};
+
+pub use flags::ServeArgs;
+pub use worker::WorkerConfig;
+
+use crate::net::HostPort;
+
+/// Everything that `kvlane serve` can be told.
+#[derive(Clone, Debug, Serialize)]
+#[non_exhaustive]
+pub struct Config {
+    /// Address of the proxy (default `0.0.0.0:8080`).
+    #[serde(serialize_with = "display")]
+    pub listen: HostPort,
+    /// Address of the admin listener (default `127.0.0.1:9091`). Anything but a loopback address needs
+    /// [`admin_key`](Self::admin_key) or [`allow_public_admin`](Self::allow_public_admin).
+    #[serde(serialize_with = "display")]
+    pub admin: HostPort,
+    /// How workers are chosen (default `kv`).
+    pub policy: PolicyKind,
+    /// The model's folder with `tokenizer.json` and chat template; without it prompts given as text are matched as text.
+    pub model: Option<PathBuf>,
+    /// Adds `x-kvlane-*` headers to responses (default off).
+    pub debug_headers: bool,
+    /// Believes the request headers `x-kvlane-tenant-salt`, `x-session-id` and `x-kvlane-priority` (default off). Turn it
+    /// on only behind a gateway that sets or strips them. A tenant salt replaces the body's `cache_salt`: the one case
+    /// in which the bytes of a body change.
+    pub trusted_headers: bool,
+    /// Forwards handoff fields (`kv_transfer_params`, `bootstrap_*`) that a client sent (default off: such a body is
+    /// refused with 400). An incomplete or stale one stops an engine or gives wrong text.
+    pub allow_client_handoff_fields: bool,
+    /// Key that admin calls which change something must carry as `Authorization: Bearer KEY`.
+    pub admin_key: Option<Secret>,
+    /// Lets the admin listener be reachable from other machines without a key (default off).
+    pub allow_public_admin: bool,
+    /// Largest request body in bytes (default 64 MiB). Turning it up costs that much memory for each open request.
+    pub max_body_bytes: usize,
+    /// Most client connections open at once (default 16,384); further ones wait in the kernel's queue.
+    pub max_connections: usize,
+    /// Idle connections kept open to each worker (default 256).
+    pub max_idle_connections: usize,
+    /// Seconds after which an idle connection to a worker is closed (default 60).
+    pub idle_connection_seconds: f64,
+    /// Seconds to wait for a connection to a worker (default 2).
+    pub connect_timeout_seconds: f64,
+    /// Seconds to wait for the first response byte (default 600; a long prompt's prefill lies in it).
+    pub first_byte_timeout_seconds: f64,
+    /// Seconds between two pieces of a response (default 300).
+    pub response_idle_timeout_seconds: f64,
+    /// Seconds between two pieces of a request body (default 60).
+    pub client_idle_timeout_seconds: f64,
+    /// Seconds that open requests have to finish after the first termination signal (default 30).
+    pub shutdown_seconds: f64,
+    /// Seconds between two readings of a worker's metrics (default 1).
+    pub scrape_interval_seconds: f64,
+    /// Seconds between two health checks of a worker (default 2).
+    pub health_interval_seconds: f64,
+    /// Failures in a row that open a worker's breaker (default 3).
+    pub breaker_threshold: u32,
+    /// Seconds that an open breaker stays open before one request may try (default 5).
+    pub breaker_cooldown_seconds: f64,
+    /// The workers known at start; more may be added through the admin listener.
+    pub workers: Vec<WorkerConfig>,
+    /// The router's own settings.
+    #[serde(flatten)]
+    pub router: RouterConfig,
+    /// Things worth a warning that do not stop the start.
+    #[serde(skip)]
+    pub warnings: Vec<String>,
+}
+
+impl Default for Config {
+    fn default() -> Self {
+        Self {
+            listen: HostPort::new("0.0.0.0", 8080),
+            admin: HostPort::new("127.0.0.1", 9091),
+            policy: PolicyKind::Kv,
+            model: None,
+            debug_headers: false,
+            trusted_headers: false,
+            allow_client_handoff_fields: false,
+            admin_key: None,
+            allow_public_admin: false,
+            max_body_bytes: 64 << 20,
+            max_connections: 16_384,
+            max_idle_connections: 256,
+            idle_connection_seconds: 60.0,
+            connect_timeout_seconds: 2.0,
+            first_byte_timeout_seconds: 600.0,
+            response_idle_timeout_seconds: 300.0,
+            client_idle_timeout_seconds: 60.0,
+            shutdown_seconds: 30.0,
+            scrape_interval_seconds: 1.0,
+            health_interval_seconds: 2.0,
+            breaker_threshold: 3,
+            breaker_cooldown_seconds: 5.0,
+            workers: Vec::new(),
+            router: RouterConfig::default(),
+            warnings: Vec::new(),
+        }
+    }
+}
+
+impl Config {
+    /// Reads a configuration file's text; `name` stands in messages.
+    ///
+    /// # Errors
+    /// [`ConfigError`], naming the key, its line and what is accepted.
+    pub fn from_yaml(text: &str, name: &str) -> Result<Self, ConfigError> {
+        let mut config = Self::default();
+        file::apply(&mut config, text, name)?;
+        config.finish()?;
+        Ok(config)
+    }
+
+    /// Builds the configuration that the command line asks for: its file, overridden by its flags.
+    ///
+    /// # Errors
+    /// [`ConfigError`], naming the flag or the key.
+    pub fn from_args(args: &ServeArgs) -> Result<Self, ConfigError> {
+        let mut config = Self::default();
+        if let Some(path) = &args.config {
+            let name = path.display().to_string();
+            let text = std::fs::read_to_string(path).map_err(|error| {
+                ConfigError(format!("--config {name}: cannot be read: {error}"))
+            })?;
+            file::apply(&mut config, &text, &name)?;
+        }
+        flags::apply(&mut config, args)?;
+        config.finish()?;
+        Ok(config)
+    }
+
+    /// Checks what no single key can: ranges of the router, and keys that contradict each other.
+    ///
+    /// # Errors
+    /// [`ConfigError`], naming every key involved.
+    pub fn finish(&mut self) -> Result<(), ConfigError> {
+        self.router
+            .validate()
+            .map_err(|error| ConfigError(error.to_string()))?;
+        if !self.admin.is_loopback() && self.admin_key.is_none() && !self.allow_public_admin {
+            return Err(ConfigError(format!(
+                "admin {} can be reached from other machines: set admin_key, or allow_public_admin: true, or listen on 127.0.0.1",
+                self.admin
+            )));
+        }
+        if self.admin == self.listen && self.listen.port() != 0 {
+            return Err(ConfigError(format!(
+                "listen and admin are both {}; give them different ports",
+                self.listen
+            )));
+        }
+        if let Some(model) = &self.model
+            && !model.exists()
+        {
+            // A missing tokenizer must not keep requests from being served: they are matched as text, and it is said once.
+            self.warnings
+                .push(format!("model {}: no such folder", model.display()));
+        }
+        worker::check_all(&self.workers, &mut self.warnings).map_err(ConfigError)
+    }
+}
+
+/// How a worker is chosen.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum PolicyKind {
+    /// By cached prefix, booked and reported load: the router's cost (default).
+    #[default]
+    Kv,
+    /// In turn.
+    RoundRobin,
+    /// At random, seeded.
+    Random,
+    /// The one with the fewest requests in flight.
+    LeastLoaded,
+}
+
+impl PolicyKind {
+    /// Every policy.
+    pub const ALL: [Self; 4] = [Self::Kv, Self::RoundRobin, Self::Random, Self::LeastLoaded];
+
+    /// Returns the name used in configuration, metrics and headers.
+    #[must_use]
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            Self::Kv => "kv",
+            Self::RoundRobin => "round-robin",
+            Self::Random => "random",
+            Self::LeastLoaded => "least-loaded",
+        }
+    }
+}
+
+/// A value that is never shown: not in logs, listings or debug output.
+#[derive(Clone, PartialEq, Eq)]
+pub struct Secret(String);
+
+impl Secret {
+    /// Wraps a value.
+    #[must_use]
+    pub const fn new(value: String) -> Self {
+        Self(value)
+    }
+
+    /// Compares in time that depends on the lengths alone.
+    #[must_use]
+    pub fn matches(&self, given: &[u8]) -> bool {
+        let own = self.0.as_bytes();
+        let differing = own
+            .iter()
+            .zip(given)
+            .fold(0, |differing, (a, b)| differing | (a ^ b));
+        own.len() == given.len() && differing == 0
+    }
+}
+
+impl fmt::Debug for Secret {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(MASK)
+    }
+}
+
+impl Serialize for Secret {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.serialize_str(MASK)
+    }
+}
+
+const MASK: &str = "***";
+
+/// Why a configuration is refused, in one message that names the key.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ConfigError(pub(crate) String);
+
+impl fmt::Display for ConfigError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl std::error::Error for ConfigError {}
+
+/// Converts a checked number of seconds.
+pub(crate) fn seconds(value: f64) -> Duration {
+    Duration::try_from_secs_f64(value).unwrap_or(Duration::MAX)
+}
+
+fn display<T: fmt::Display, S: Serializer>(value: &T, serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.collect_str(value)
+}
+
+#[cfg(test)]
+mod tests;

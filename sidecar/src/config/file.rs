@@ -1,0 +1,109 @@
+//! Reading the YAML file, with the line of whatever is wrong.
+
+use std::collections::BTreeMap;
+
+use serde_json::{Map, Value};
+use serde_saphyr::Spanned;
+
+use super::keys::{self, ROUTER_KEYS};
+use super::{Config, ConfigError, WorkerConfig};
+
+/// Applies the file's keys to `config`.
+pub(super) fn apply(config: &mut Config, text: &str, name: &str) -> Result<(), ConfigError> {
+    if text.trim().is_empty() {
+        return Ok(());
+    }
+    let document: Option<BTreeMap<String, Spanned<Value>>> =
+        serde_saphyr::from_str(text).map_err(|error| ConfigError(format!("{name}: {error}")))?;
+    for (key, value) in document.unwrap_or_default() {
+        let line = value.referenced.line();
+        apply_key(config, &key, &value.value)
+            .map_err(|message| ConfigError(format!("{name}, line {line}: {message}")))?;
+        if key == "router"
+            && let Some(both) = contradiction(text, &value.value)
+        {
+            return Err(ConfigError(format!("{name}, line {line}: {both}")));
+        }
+    }
+    Ok(())
+}
+
+fn apply_key(config: &mut Config, key: &str, value: &Value) -> Result<(), String> {
+    if key == "workers" {
+        return apply_workers(config, value);
+    }
+    if key == "router" {
+        let section = value
+            .as_object()
+            .ok_or("router: a mapping of the router's keys is accepted")?;
+        for (key, value) in section {
+            if !ROUTER_KEYS.contains(&key.as_str()) {
+                return Err(unknown(&format!("router.{key}"), ROUTER_KEYS.into_iter()));
+            }
+            keys::set_router(config, key, value).map_err(|error| format!("router.{error}"))?;
+        }
+        return Ok(());
+    }
+    if ROUTER_KEYS.contains(&key) {
+        return keys::set_router(config, key, value);
+    }
+    match keys::find(key) {
+        Some(key) => key.set(config, value),
+        None => Err(unknown(key, keys::all_names())),
+    }
+}
+
+fn apply_workers(config: &mut Config, value: &Value) -> Result<(), String> {
+    let list = value
+        .as_array()
+        .ok_or("workers: a list of workers is accepted")?;
+    for (index, worker) in list.iter().enumerate() {
+        let fields = worker
+            .as_object()
+            .ok_or_else(|| format!("workers[{index}]: a mapping with id and url is accepted"))?;
+        let worker = WorkerConfig::from_fields(fields)
+            .map_err(|error| format!("workers[{index}].{error}"))?;
+        config.workers.push(worker);
+    }
+    Ok(())
+}
+
+/// Names a router key that stands both at the top level and under `router`.
+fn contradiction(text: &str, section: &Value) -> Option<String> {
+    let top: Map<String, Value> = serde_saphyr::from_str(text).ok()?;
+    let twice = section
+        .as_object()?
+        .keys()
+        .find(|key| top.contains_key(*key))?;
+    Some(format!(
+        "{twice} and router.{twice} are both given; keep one of them"
+    ))
+}
+
+/// Says that a key is unknown, which one may have been meant, and which there are.
+pub(super) fn unknown(key: &str, known: impl Iterator<Item = &'static str>) -> String {
+    let known: Vec<_> = known.collect();
+    let last = key.rsplit('.').next().unwrap_or(key);
+    let close = known
+        .iter()
+        .map(|name| (distance(last, name), *name))
+        .filter(|(distance, _)| *distance <= 3)
+        .min();
+    let hint = close.map_or_else(String::new, |(_, name)| format!("; did you mean {name}?"));
+    format!("unknown key {key}{hint} (accepted: {})", known.join(", "))
+}
+
+/// Levenshtein distance in bytes, enough to find a typing slip.
+fn distance(a: &str, b: &str) -> usize {
+    let mut row: Vec<usize> = (0..=b.len()).collect();
+    for (i, x) in a.bytes().enumerate() {
+        let mut diagonal = row[0];
+        row[0] = i + 1;
+        for (j, y) in b.bytes().enumerate() {
+            let replaced = diagonal + usize::from(x != y);
+            diagonal = row[j + 1];
+            row[j + 1] = replaced.min(diagonal + 1).min(row[j] + 1);
+        }
+    }
+    row[b.len()]
+}

@@ -1,0 +1,233 @@
+use super::*;
+
+fn yaml(text: &str) -> Result<Config, ConfigError> {
+    Config::from_yaml(text, "kvlane.yaml")
+}
+
+fn args(flags: &[&str]) -> ServeArgs {
+    #[derive(clap::Parser)]
+    struct Cli {
+        #[command(flatten)]
+        serve: ServeArgs,
+    }
+    let line = std::iter::once("serve").chain(flags.iter().copied());
+    <Cli as clap::Parser>::try_parse_from(line).unwrap().serve
+}
+
+fn refused(text: &str, words: &[&str]) {
+    let error = yaml(text).unwrap_err().to_string();
+    for word in words {
+        assert!(error.contains(word), "{error:?} does not say {word:?}");
+    }
+}
+
+#[test]
+fn defaults_are_the_documented_ones() {
+    let config = yaml("").unwrap();
+    assert_eq!(config.listen.to_string(), "0.0.0.0:8080");
+    assert_eq!(config.admin.to_string(), "127.0.0.1:9091");
+    assert_eq!(config.max_body_bytes, 67_108_864);
+    assert!(!config.trusted_headers && !config.debug_headers && config.admin_key.is_none());
+}
+
+#[test]
+fn every_key_of_a_full_file_is_read() {
+    let config = yaml(
+        "listen: '[::1]:1'\nadmin: localhost:2\npolicy: least-loaded\nindex: approximate\nblock_size: 32\nttl_seconds: 7\n\
+         breaker_threshold: 5\nadmin_key: abcdefgh1\nworkers:\n\
+         - {id: w1, url: 'http://[FD00::5]:8000', events: 'tcp://h:5557', replay: 'tcp://h:5558', role: decode, dp_ranks: 2, labels: {zone: a}}\n",
+    )
+    .unwrap();
+    assert_eq!(config.listen.to_string(), "[::1]:1");
+    assert_eq!(config.policy, PolicyKind::LeastLoaded);
+    assert_eq!(
+        (config.router.block_size.tokens(), config.router.ttl_seconds),
+        (32, 7.0)
+    );
+    assert_eq!(config.breaker_threshold, 5);
+    let worker = &config.workers[0];
+    assert_eq!(worker.url.to_string(), "http://[fd00::5]:8000");
+    assert_eq!((worker.dp_ranks, worker.role), (2, kvlane::Role::Decode));
+    assert_eq!(worker.labels["zone"], "a");
+    assert_eq!(
+        yaml("router: {block_size: 64}")
+            .unwrap()
+            .router
+            .block_size
+            .tokens(),
+        64
+    );
+}
+
+#[test]
+fn wrong_keys_are_refused_by_name_and_line() {
+    refused(
+        "listen: 0.0.0.0:1\npolcy: kv\n",
+        &["line 2", "polcy", "did you mean policy"],
+    );
+    refused(
+        "router: {blok_size: 1}",
+        &["router.blok_size", "block_size"],
+    );
+    refused("block_size: 0", &["block_size", "65536"]);
+    refused("block_size: many", &["block_size"]);
+    refused("temperature: -1", &["temperature", "out of range"]);
+    refused("policy: fastest", &["policy", "least-loaded"]);
+    refused("breaker_threshold: 0", &["breaker_threshold", "1 to"]);
+    refused("max_body_bytes: big", &["max_body_bytes", "1 to"]);
+    refused("listen: 8080", &["listen", "host:port"]);
+    refused("listen: fd00::5:8000", &["listen"]);
+    refused("debug_headers: maybe", &["debug_headers", "true or false"]);
+    refused("workers: [{id: w1}]", &["workers[0].url", "missing"]);
+    refused(
+        "workers: [{id: w1, url: 'http://h:1', evnts: x}]",
+        &["workers[0]", "evnts", "events"],
+    );
+    refused(
+        "workers: [{id: w1, url: 'https://h:1'}]",
+        &["workers[0].url", "https is not supported"],
+    );
+    refused(
+        "workers: [{id: w1, url: 'http://fd00::5:8000'}]",
+        &["workers[0].url", "without brackets"],
+    );
+    refused(
+        "workers: [{id: w1, url: 'http://h:1', role: boss}]",
+        &["workers[0].role", "prefill"],
+    );
+    refused(
+        "workers: [{id: w1, url: 'http://h:1', events: 'tcp://*:1'}]",
+        &["events", "wildcard"],
+    );
+    refused("listen: [", &["kvlane.yaml"]);
+}
+
+#[test]
+fn contradictions_name_both_sides() {
+    refused("listen: 127.0.0.1:9091", &["listen", "admin"]);
+    refused(
+        "admin: 0.0.0.0:9091",
+        &["admin", "admin_key", "allow_public_admin"],
+    );
+    refused(
+        "block_size: 16\nrouter: {block_size: 32}",
+        &["block_size", "router.block_size"],
+    );
+    refused(
+        "workers: [{id: w, url: 'http://h:1'}, {id: w, url: 'http://h:2'}]",
+        &["workers[0].id", "workers[1].id", "\"w\""],
+    );
+    refused(
+        "workers: [{id: w, url: 'http://h:1', replay: 'tcp://h:2'}]",
+        &["replay", "events"],
+    );
+    let both =
+        Config::from_args(&args(&["--block-size", "16", "--set", "block_size=32"])).unwrap_err();
+    assert!(
+        both.to_string()
+            .contains("--block-size and --set block_size"),
+        "{both}"
+    );
+}
+
+#[test]
+fn flags_override_the_file() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("kvlane.yaml");
+    std::fs::write(
+        &path,
+        "block_size: 32\nworkers: [{id: w1, url: 'http://a:1'}, {id: w2, url: 'http://b:1'}]",
+    )
+    .unwrap();
+    let mut serve = args(&[
+        "--block-size",
+        "64",
+        "--index",
+        "approximate",
+        "--seed",
+        "7",
+        "--set",
+        "breaker_threshold=9",
+        "--worker",
+        "id=w1,url=http://c:2,dp_ranks=2,label.zone=x",
+    ]);
+    serve.config = Some(path);
+    let config = Config::from_args(&serve).unwrap();
+    assert_eq!(config.router.block_size.tokens(), 64);
+    assert_eq!(config.router.seed, Some(7));
+    assert_eq!(config.breaker_threshold, 9);
+    let urls: Vec<_> = config
+        .workers
+        .iter()
+        .map(|worker| worker.url.to_string())
+        .collect();
+    assert_eq!(urls, ["http://b:1", "http://c:2"]);
+    assert_eq!(config.workers[1].labels["zone"], "x");
+}
+
+#[test]
+fn wrong_flags_name_the_flag_and_the_field() {
+    for (flags, words) in [
+        (vec!["--worker", "id=w1"], vec!["--worker", "url"]),
+        (
+            vec!["--worker", "id=w1,url=http://h:1,dp_ranks=many"],
+            vec!["dp_ranks", "1 to 1,024"],
+        ),
+        (vec!["--worker", "w1"], vec!["--worker", "field=value"]),
+        (
+            vec![
+                "--worker",
+                "id=a,url=http://h:1",
+                "--worker",
+                "id=a,url=http://h:2",
+            ],
+            vec!["id", "twice"],
+        ),
+        (vec!["--policy", "best"], vec!["--policy", "round-robin"]),
+        (vec!["--block-size", "x"], vec!["--block-size"]),
+        (vec!["--set", "nonsense=1"], vec!["nonsense"]),
+        (
+            vec!["--config", "/nonexistent/kvlane.yaml"],
+            vec!["--config", "/nonexistent/kvlane.yaml"],
+        ),
+    ] {
+        let error = Config::from_args(&args(&flags)).unwrap_err().to_string();
+        for word in words {
+            assert!(error.contains(word), "{error:?} does not say {word:?}");
+        }
+    }
+}
+
+#[test]
+fn two_ranks_on_one_event_port_are_warned_of() {
+    let config = yaml(
+        "workers: [{id: a, url: 'http://h:1', events: 'tcp://h:5557', dp_ranks: 2}, {id: b, url: 'http://h:2', events: 'tcp://H:5558'}]",
+    )
+    .unwrap();
+    assert!(
+        config
+            .warnings
+            .iter()
+            .any(|warning| warning.contains("\"a\" rank 1") && warning.contains("\"b\" rank 0")),
+        "{:?}",
+        config.warnings
+    );
+}
+
+#[test]
+fn secrets_are_never_shown() {
+    let config = yaml("admin_key: super-secret-key").unwrap();
+    let shown = format!("{config:?} {}", serde_json::to_string(&config).unwrap());
+    assert!(!shown.contains("super-secret-key"));
+    let error = yaml("admin_key: short").unwrap_err().to_string();
+    assert!(
+        !error.contains("short") && error.contains("admin_key"),
+        "{error}"
+    );
+    let key = config.admin_key.unwrap();
+    assert!(
+        key.matches(b"super-secret-key")
+            && !key.matches(b"super-secret-keY")
+            && !key.matches(b"super")
+    );
+}

@@ -1,0 +1,287 @@
+//! What the router and the fleet know, as metrics, read at the moment somebody asks.
+
+use std::fmt;
+use std::time::Instant;
+
+use kvlane::{Router, RouterStats, TrustState, WorkerInfo};
+use prometheus_client::collector::Collector;
+use prometheus_client::encoding::{DescriptorEncoder, EncodeMetric};
+use prometheus_client::metrics::MetricType;
+use prometheus_client::metrics::counter::ConstCounter;
+use prometheus_client::metrics::gauge::ConstGauge;
+
+use crate::fleet::Fleet;
+use crate::proxy::breaker::State;
+
+/// One moment's state.
+#[derive(Debug)]
+pub(super) struct Snapshot {
+    stats: RouterStats,
+    workers: Vec<WorkerInfo>,
+    links: Vec<Link>,
+    ready: bool,
+}
+
+#[derive(Debug)]
+struct Link {
+    worker: String,
+    healthy: bool,
+    breaker: State,
+    in_use: usize,
+    in_flight: usize,
+}
+
+type Labels = Vec<(&'static str, String)>;
+
+impl Snapshot {
+    pub(super) fn take(router: &Router, fleet: &Fleet) -> Self {
+        let members = fleet.members();
+        let links = members.list().iter().map(|worker| Link {
+            worker: worker.id().to_owned(),
+            healthy: worker.healthy() == Some(true),
+            breaker: worker.breaker_state(),
+            in_use: worker.pool.in_use(),
+            in_flight: worker.in_flight(),
+        });
+        Self {
+            stats: router.stats(),
+            workers: router.workers(Instant::now()),
+            links: links.collect(),
+            ready: fleet.is_ready(),
+        }
+    }
+
+    fn encode_workers(&self, out: &mut Writer<'_>) -> fmt::Result {
+        let of = |info: &WorkerInfo| vec![("worker", info.id.to_string())];
+        let each = |value: fn(&WorkerInfo) -> f64| -> Vec<(Labels, f64)> {
+            self.workers
+                .iter()
+                .map(|info| (of(info), value(info)))
+                .collect()
+        };
+        out.gauges(
+            "active_requests",
+            "Requests booked and not released",
+            each(|w| float(w.active_requests)),
+        )?;
+        out.gauges(
+            "active_blocks",
+            "Distinct blocks of those requests",
+            each(|w| float(w.active_blocks)),
+        )?;
+        out.gauges(
+            "prefill_blocks",
+            "Blocks still to be prefilled for those requests",
+            each(|w| w.prefill_blocks),
+        )?;
+        out.gauges(
+            "predicted_blocks",
+            "Blocks believed from own placements",
+            each(|w| float(w.predicted_blocks)),
+        )?;
+        out.gauges(
+            "worker_available",
+            "1 when the worker may be chosen",
+            each(|w| flag(w.available)),
+        )?;
+        out.gauges(
+            "worker_draining",
+            "1 when the worker gets nothing new",
+            each(|w| flag(w.draining)),
+        )?;
+        let capacity = self
+            .workers
+            .iter()
+            .filter_map(|info| Some((of(info), float(info.kv_capacity_blocks?))));
+        out.gauges(
+            "kv_capacity_blocks",
+            "KV capacity of a rank, when known",
+            capacity.collect(),
+        )?;
+        let mut tiers = Vec::new();
+        for info in &self.workers {
+            let blocks = &info.index_blocks;
+            for (tier, count) in [
+                ("device", blocks.device),
+                ("host", blocks.host),
+                ("disk", blocks.disk),
+                ("external", blocks.external),
+            ] {
+                let mut labels = of(info);
+                labels.push(("tier", tier.to_owned()));
+                tiers.push((labels, float(count)));
+            }
+        }
+        out.gauges(
+            "index_blocks",
+            "Blocks that events have confirmed, by tier",
+            tiers,
+        )
+    }
+
+    fn encode_ranks(&self, out: &mut Writer<'_>) -> fmt::Result {
+        let mut states = Vec::new();
+        let mut fidelity = Vec::new();
+        let mut batches = Vec::new();
+        let mut events = Vec::new();
+        let mut gaps = Vec::new();
+        let mut skipped = Vec::new();
+        for info in &self.workers {
+            for rank in &info.trust {
+                let labels = vec![
+                    ("worker", info.id.to_string()),
+                    ("dp_rank", rank.dp_rank.to_string()),
+                ];
+                for state in TrustState::ALL {
+                    let mut labels = labels.clone();
+                    labels.push(("state", state.name().to_owned()));
+                    states.push((labels, flag(rank.state == state)));
+                }
+                fidelity.push((labels.clone(), rank.fidelity));
+                batches.push((labels.clone(), rank.batches));
+                events.push((labels.clone(), rank.events));
+                gaps.push((labels.clone(), rank.gaps));
+                for (reason, count) in &rank.skipped {
+                    let mut labels = labels.clone();
+                    labels.push(("reason", reason.code().to_owned()));
+                    skipped.push((labels, *count));
+                }
+            }
+        }
+        out.gauges(
+            "trust_state",
+            "1 for the state in which a rank's events are",
+            states,
+        )?;
+        out.gauges(
+            "fidelity",
+            "Share of predicted cached tokens that the engine confirms",
+            fidelity,
+        )?;
+        out.counters("event_batches", "Event batches applied", batches)?;
+        out.counters("events", "Events applied", events)?;
+        out.counters(
+            "event_gaps",
+            "Gaps in an event stream that were not repaired",
+            gaps,
+        )?;
+        out.counters(
+            "ingest_skipped",
+            "What was not applied of an event stream, by reason",
+            skipped,
+        )
+    }
+
+    fn encode_links(&self, out: &mut Writer<'_>) -> fmt::Result {
+        let each = |value: fn(&Link) -> f64| -> Vec<(Labels, f64)> {
+            self.links
+                .iter()
+                .map(|link| (vec![("worker", link.worker.clone())], value(link)))
+                .collect()
+        };
+        out.gauges(
+            "worker_healthy",
+            "1 when the last health probe succeeded",
+            each(|link| flag(link.healthy)),
+        )?;
+        out.gauges(
+            "upstream_connections",
+            "Connections in use",
+            each(|link| float(link.in_use)),
+        )?;
+        out.gauges(
+            "upstream_requests",
+            "Requests sent and not finished",
+            each(|link| float(link.in_flight)),
+        )?;
+        let states = self.links.iter().flat_map(|link| {
+            State::ALL.into_iter().map(|state| {
+                let labels = vec![
+                    ("worker", link.worker.clone()),
+                    ("state", state.as_str().to_owned()),
+                ];
+                (labels, flag(link.breaker == state))
+            })
+        });
+        out.gauges(
+            "breaker_state",
+            "1 for the state in which a worker's breaker is",
+            states.collect(),
+        )
+    }
+
+    fn encode_totals(&self, out: &mut Writer<'_>) -> fmt::Result {
+        let stats = &self.stats;
+        out.gauges(
+            "ready",
+            "1 when some worker can take a request",
+            vec![(vec![], flag(self.ready))],
+        )?;
+        out.gauges(
+            "active_leases",
+            "Bookings not yet released",
+            vec![(vec![], float(stats.active_leases))],
+        )?;
+        out.counters(
+            "router_decisions",
+            "Bookings made",
+            vec![(vec![], stats.decisions)],
+        )?;
+        out.counters(
+            "no_worker",
+            "Decisions without an eligible worker",
+            vec![(vec![], stats.no_worker)],
+        )?;
+        out.counters(
+            "expired_leases",
+            "Bookings released because their lease ran out",
+            vec![(vec![], stats.expired_leases)],
+        )
+    }
+}
+
+impl Collector for Snapshot {
+    fn encode(&self, encoder: DescriptorEncoder<'_>) -> fmt::Result {
+        let mut out = Writer(encoder);
+        self.encode_totals(&mut out)?;
+        self.encode_workers(&mut out)?;
+        self.encode_ranks(&mut out)?;
+        self.encode_links(&mut out)
+    }
+}
+
+struct Writer<'a>(DescriptorEncoder<'a>);
+
+impl Writer<'_> {
+    fn gauges(&mut self, name: &str, help: &str, series: Vec<(Labels, f64)>) -> fmt::Result {
+        let mut family = self
+            .0
+            .encode_descriptor(name, help, None, MetricType::Gauge)?;
+        for (labels, value) in series {
+            ConstGauge::new(value).encode(family.encode_family(&labels)?)?;
+        }
+        Ok(())
+    }
+
+    fn counters(&mut self, name: &str, help: &str, series: Vec<(Labels, u64)>) -> fmt::Result {
+        let mut family = self
+            .0
+            .encode_descriptor(name, help, None, MetricType::Counter)?;
+        for (labels, value) in series {
+            ConstCounter::new(value).encode(family.encode_family(&labels)?)?;
+        }
+        Ok(())
+    }
+}
+
+fn flag(value: bool) -> f64 {
+    f64::from(u8::from(value))
+}
+
+#[expect(
+    clippy::cast_precision_loss,
+    reason = "counts of blocks and requests stay far below 2^53"
+)]
+fn float(count: usize) -> f64 {
+    count as f64
+}

@@ -1,0 +1,264 @@
+//! The OpenAI-compatible proxy: every request goes to the worker that the policy chooses, as it came.
+//!
+//! # Contract
+//! - Bodies pass unchanged in both directions; response pieces are forwarded as they arrive, never collected or re-framed.
+//! - A booking begins with the decision and ends when the response body ends, breaks, or is dropped by a client that left;
+//!   dropping also closes the connection to the worker, which is how an engine learns to stop.
+//! - Before the first response byte a failure is retried, each worker once. Afterwards nothing is retried: an event
+//!   stream gets one error event and no `[DONE]`, anything else is cut off, and the client's connection is closed.
+//! - Headers by which a client could choose a destination are removed and never acted upon.
+
+pub mod breaker;
+pub mod upstream;
+pub mod usage;
+
+mod attempt;
+mod body;
+mod errors;
+mod headers;
+mod policy;
+mod stream;
+
+use std::convert::Infallible;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use bytes::Bytes;
+use http_body_util::combinators::UnsyncBoxBody;
+use http_body_util::{BodyExt, Full};
+use hyper::body::Incoming;
+use hyper::{Method, Request, Response, StatusCode};
+use kvlane::Router;
+use tokio_util::sync::CancellationToken;
+
+use crate::config::{Config, seconds};
+use crate::fleet::Fleet;
+use crate::metrics::Metrics;
+use crate::request::{Endpoint, Reader, Reading, Trusted};
+
+pub(crate) use errors::Problem;
+
+use attempt::Attempt;
+use body::BodyError;
+use policy::Chooser;
+
+/// A response body towards the client.
+pub type ProxyBody = UnsyncBoxBody<Bytes, Box<dyn std::error::Error + Send + Sync>>;
+
+/// The proxy: share it behind an `Arc`, and give it every request of every connection.
+#[derive(Debug)]
+pub struct Proxy {
+    config: Arc<Config>,
+    fleet: Arc<Fleet>,
+    reader: Arc<Reader>,
+    metrics: Arc<Metrics>,
+    chooser: Chooser,
+    timeouts: Timeouts,
+}
+
+/// The configured times, converted once.
+#[derive(Clone, Copy, Debug)]
+struct Timeouts {
+    client_idle: Duration,
+    first_byte: Duration,
+    response_idle: Duration,
+}
+
+/// What is known of a request besides its body.
+struct Head {
+    method: Method,
+    path: Bytes,
+    headers: hyper::HeaderMap,
+    endpoint: Endpoint,
+    request_id: String,
+    session: Option<String>,
+    priority: i32,
+    started: Instant,
+}
+
+impl Proxy {
+    /// Puts a proxy together.
+    #[must_use]
+    pub fn new(
+        config: Arc<Config>,
+        router: Arc<Router>,
+        fleet: Arc<Fleet>,
+        reader: Arc<Reader>,
+        metrics: Arc<Metrics>,
+    ) -> Self {
+        let timeouts = Timeouts {
+            client_idle: seconds(config.client_idle_timeout_seconds),
+            first_byte: seconds(config.first_byte_timeout_seconds),
+            response_idle: seconds(config.response_idle_timeout_seconds),
+        };
+        Self {
+            chooser: Chooser::new(config.policy, router),
+            config,
+            fleet,
+            reader,
+            metrics,
+            timeouts,
+        }
+    }
+
+    /// Answers one request. Cancelling `close` makes the client's connection end after this response.
+    ///
+    /// # Errors
+    /// Never; the type is what a connection wants.
+    pub async fn handle(
+        self: Arc<Self>,
+        request: Request<Incoming>,
+        close: CancellationToken,
+    ) -> Result<Response<ProxyBody>, Infallible> {
+        let started = Instant::now();
+        let response = match self.serve(request, &close, started).await {
+            Ok(response) => response,
+            Err(refusal) => {
+                self.metrics.count_rejected(refusal.reason);
+                if refusal.closes {
+                    close.cancel();
+                }
+                refusal.problem.response()
+            }
+        };
+        Ok(response)
+    }
+
+    async fn serve(
+        self: &Arc<Self>,
+        request: Request<Incoming>,
+        close: &CancellationToken,
+        started: Instant,
+    ) -> Result<Response<ProxyBody>, Refusal> {
+        let (parts, incoming) = request.into_parts();
+        if parts.method == Method::CONNECT {
+            return Err(Refusal::closing(
+                "method",
+                StatusCode::METHOD_NOT_ALLOWED,
+                "CONNECT is not supported: requests go to the configured workers only",
+            ));
+        }
+        let trusted = self.trusted(&parts.headers);
+        let session = self.believed(&parts.headers, "x-session-id");
+        let priority = self.believed(&parts.headers, "x-kvlane-priority");
+        let path = parts.uri.path_and_query().map_or("/", |path| path.as_str());
+        let head = Head {
+            endpoint: Endpoint::of(parts.uri.path()),
+            path: Bytes::copy_from_slice(path.as_bytes()),
+            request_id: headers::request_id(&parts.headers),
+            session,
+            priority: priority.and_then(|text| text.parse().ok()).unwrap_or(0),
+            started,
+            headers: headers::towards_worker(parts.headers),
+            method: parts.method,
+        };
+        let body = body::read(
+            incoming,
+            &head.headers,
+            self.config.max_body_bytes,
+            self.timeouts.client_idle,
+        )
+        .await
+        .map_err(Refusal::from)?;
+        let reading = self.read(&head, body, trusted).await?;
+        if let Some(field) = &reading.handoff_field
+            && !self.config.allow_client_handoff_fields
+        {
+            return Err(Refusal::new(
+                "handoff_field",
+                StatusCode::BAD_REQUEST,
+                &format!("{field} is set by the router alone and is not accepted from clients"),
+            ));
+        }
+        self.metrics.count_prompt(reading.mode.as_str());
+        Attempt::new(self, &head, reading).run(close).await
+    }
+
+    /// Reads the request, on another thread when it is much work.
+    async fn read(&self, head: &Head, body: Bytes, trusted: Trusted) -> Result<Reading, Refusal> {
+        let members = self.fleet.members();
+        if !self.reader.is_heavy(head.endpoint, body.len()) {
+            return Ok(self.reader.read(head.endpoint, body, &trusted, &members));
+        }
+        let reader = Arc::clone(&self.reader);
+        let endpoint = head.endpoint;
+        let reading =
+            tokio::task::spawn_blocking(move || reader.read(endpoint, body, &trusted, &members));
+        reading.await.map_err(|_| {
+            Refusal::new(
+                "internal",
+                StatusCode::INTERNAL_SERVER_ERROR,
+                "the request could not be read because of a fault in the router",
+            )
+        })
+    }
+
+    fn trusted(&self, headers: &hyper::HeaderMap) -> Trusted {
+        Trusted {
+            tenant_salt: self.believed(headers, "x-kvlane-tenant-salt"),
+        }
+    }
+
+    /// Returns a header that is only believed when configured so.
+    fn believed(&self, headers: &hyper::HeaderMap, name: &str) -> Option<String> {
+        if !self.config.trusted_headers {
+            return None;
+        }
+        let value = headers.get(name)?.to_str().ok()?.trim();
+        (!value.is_empty()).then(|| value.to_owned())
+    }
+}
+
+/// An answer of the proxy's own.
+struct Refusal {
+    reason: &'static str,
+    problem: Problem,
+    /// The rest of the request was not read, so the connection cannot go on.
+    closes: bool,
+}
+
+impl Refusal {
+    fn new(reason: &'static str, status: StatusCode, message: &str) -> Self {
+        Self {
+            reason,
+            problem: Problem::new(status, message),
+            closes: false,
+        }
+    }
+
+    fn closing(reason: &'static str, status: StatusCode, message: &str) -> Self {
+        Self {
+            closes: true,
+            ..Self::new(reason, status, message)
+        }
+    }
+}
+
+impl From<BodyError> for Refusal {
+    fn from(error: BodyError) -> Self {
+        match error {
+            BodyError::TooLarge { limit } => Self::closing(
+                "body_too_large",
+                StatusCode::PAYLOAD_TOO_LARGE,
+                &format!("the request body is larger than max_body_bytes, {limit} bytes"),
+            ),
+            BodyError::Stalled => Self::closing(
+                "body_stalled",
+                StatusCode::REQUEST_TIMEOUT,
+                "the request body stopped arriving",
+            ),
+            BodyError::Broken => Self::closing(
+                "body_broken",
+                StatusCode::BAD_REQUEST,
+                "the request body ended before it was complete",
+            ),
+        }
+    }
+}
+
+/// Wraps a complete body.
+pub(crate) fn full(body: impl Into<Bytes>) -> ProxyBody {
+    Full::new(body.into())
+        .map_err(|never| match never {})
+        .boxed_unsync()
+}

@@ -1,0 +1,124 @@
+//! The top-level fields of a JSON body, as slices of it.
+
+use std::borrow::Cow;
+use std::fmt;
+
+use serde::de::{Deserialize, Deserializer, IgnoredAny, MapAccess, Visitor};
+use serde_json::value::RawValue;
+
+/// Raw values of the fields that routing looks at. A key that comes twice counts with its last value, as in Python.
+#[derive(Default)]
+pub(super) struct Fields<'a> {
+    pub(super) model: Option<&'a RawValue>,
+    pub(super) prompt: Option<&'a RawValue>,
+    pub(super) messages: Option<&'a RawValue>,
+    pub(super) tools: Option<&'a RawValue>,
+    pub(super) input: Option<&'a RawValue>,
+    pub(super) instructions: Option<&'a RawValue>,
+    pub(super) system: Option<&'a RawValue>,
+    pub(super) token_ids: Option<&'a RawValue>,
+    pub(super) input_ids: Option<&'a RawValue>,
+    pub(super) text: Option<&'a RawValue>,
+    pub(super) cache_salt: Option<&'a RawValue>,
+    /// Every value of `cache_salt`, to be replaced.
+    pub(super) cache_salts: Vec<&'a RawValue>,
+    /// Names of handoff fields, and containers in which one may hide.
+    pub(super) handoff: Option<String>,
+    pub(super) containers: Vec<&'a RawValue>,
+    pub(super) has_fields: bool,
+    limits: [Option<&'a RawValue>; 3],
+}
+
+impl Fields<'_> {
+    /// Returns the number of output tokens that the request asks for at most, when it is small enough to mean something.
+    pub(super) fn max_output_tokens(&self) -> Option<u32> {
+        let limits = self.limits.iter().flatten();
+        limits
+            .filter_map(|raw| serde_json::from_str::<u32>(raw.get()).ok())
+            .min()
+    }
+}
+
+impl<'de> Deserialize<'de> for Fields<'de> {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        deserializer.deserialize_map(FieldsVisitor)
+    }
+}
+
+struct FieldsVisitor;
+
+impl<'de> Visitor<'de> for FieldsVisitor {
+    type Value = Fields<'de>;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a JSON object")
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Fields<'de>, A::Error> {
+        let mut fields = Fields::default();
+        while let Some(Key(key)) = map.next_key()? {
+            fields.has_fields = true;
+            let slot = match &*key {
+                "model" => &mut fields.model,
+                "prompt" => &mut fields.prompt,
+                "messages" => &mut fields.messages,
+                "tools" => &mut fields.tools,
+                "input" => &mut fields.input,
+                "instructions" => &mut fields.instructions,
+                "system" => &mut fields.system,
+                "token_ids" | "prompt_token_ids" => &mut fields.token_ids,
+                "input_ids" => &mut fields.input_ids,
+                "text" => &mut fields.text,
+                "max_tokens" => &mut fields.limits[0],
+                "max_completion_tokens" => &mut fields.limits[1],
+                "max_output_tokens" => &mut fields.limits[2],
+                "cache_salt" => {
+                    let value = map.next_value()?;
+                    fields.cache_salts.push(value);
+                    fields.cache_salt = Some(value);
+                    continue;
+                }
+                key if super::guard::is_handoff(key) => {
+                    fields.handoff = Some(key.to_owned());
+                    map.next_value::<IgnoredAny>()?;
+                    continue;
+                }
+                "vllm_xargs" | "extra_args" | "sampling_params" | "extra_body" => {
+                    fields.containers.push(map.next_value()?);
+                    continue;
+                }
+                _ => {
+                    map.next_value::<IgnoredAny>()?;
+                    continue;
+                }
+            };
+            *slot = Some(map.next_value()?);
+        }
+        Ok(fields)
+    }
+}
+
+/// A key, borrowed unless it has escapes.
+struct Key<'a>(Cow<'a, str>);
+
+impl<'de> Deserialize<'de> for Key<'de> {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct KeyVisitor;
+        impl<'de> Visitor<'de> for KeyVisitor {
+            type Value = Key<'de>;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("a text")
+            }
+
+            fn visit_borrowed_str<E>(self, text: &'de str) -> Result<Key<'de>, E> {
+                Ok(Key(Cow::Borrowed(text)))
+            }
+
+            fn visit_str<E>(self, text: &str) -> Result<Key<'de>, E> {
+                Ok(Key(Cow::Owned(text.to_owned())))
+            }
+        }
+        deserializer.deserialize_str(KeyVisitor)
+    }
+}

@@ -1,0 +1,238 @@
+//! What is asked of each worker from time to time: its health, its load and capacity, and its models.
+
+use std::fmt;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use bytes::{Bytes, BytesMut};
+use http_body_util::{BodyExt, Full};
+use hyper::header::{ACCEPT, HOST, HeaderValue};
+use hyper::{Request, StatusCode};
+use kvlane::{LoadReport, Router};
+use serde::Deserialize;
+use tracing::debug;
+
+use crate::config::{Config, seconds};
+use crate::fleet::{Fleet, Model, Worker};
+use crate::proxy::upstream::UpstreamError;
+
+mod exposition;
+
+pub use exposition::{EngineReport, Load, parse};
+
+/// Follows one worker until it is removed.
+pub async fn follow(
+    worker: Arc<Worker>,
+    fleet: Arc<Fleet>,
+    router: Arc<Router>,
+    config: Arc<Config>,
+) {
+    let removed = worker.removed().clone();
+    let probes = probe_loop(&worker, &fleet, seconds(config.health_interval_seconds));
+    let readings = read_loop(&worker, &router, seconds(config.scrape_interval_seconds));
+    tokio::select! {
+        () = removed.cancelled() => {}
+        () = async { tokio::join!(probes, readings); } => {}
+    }
+}
+
+/// Probes health; asks for the models whenever the worker has just become healthy, and now and then.
+async fn probe_loop(worker: &Arc<Worker>, fleet: &Fleet, interval: Duration) {
+    const MODELS_EVERY: Duration = Duration::from_secs(30);
+    const TIMEOUTS_UNTIL_DOWN: u32 = 3;
+    let mut timeouts = 0;
+    let mut progress = worker.progress();
+    let mut models_at: Option<Instant> = None;
+    loop {
+        let was_healthy = worker.healthy() == Some(true);
+        let before = std::mem::replace(&mut progress, worker.progress());
+        match get(worker, "/health", SMALL, interval.max(MIN_PROBE_TIMEOUT)).await {
+            // An engine without the route lives as well as one that answers it.
+            Ok((status, _)) if status.is_success() || status == StatusCode::NOT_FOUND => {
+                timeouts = 0;
+                worker.probed(true, "");
+            }
+            Ok((status, _)) => {
+                worker.metrics.health_failures.inc();
+                worker.probed(false, &format!("/health answered {status}"));
+            }
+            Err(FetchError::Timeout) if progress != before => timeouts = 0,
+            Err(FetchError::Timeout) => {
+                timeouts += 1;
+                worker.metrics.health_failures.inc();
+                if timeouts >= TIMEOUTS_UNTIL_DOWN {
+                    worker.probed(false, "/health did not answer");
+                }
+            }
+            Err(error) => {
+                worker.metrics.health_failures.inc();
+                worker.probed(false, &format!("/health: {error}"));
+            }
+        }
+        let is_healthy = worker.healthy() == Some(true);
+        let due = models_at.is_none_or(|at| at.elapsed() >= MODELS_EVERY);
+        if is_healthy && (due || !was_healthy) {
+            models_at = Some(Instant::now());
+            learn_models(worker, fleet).await;
+        }
+        tokio::time::sleep(jittered(interval)).await;
+    }
+}
+
+/// Shortest time that a probe is given.
+const MIN_PROBE_TIMEOUT: Duration = Duration::from_secs(2);
+const SMALL: usize = 64 << 10;
+
+async fn learn_models(worker: &Worker, fleet: &Fleet) {
+    #[derive(Deserialize)]
+    struct List {
+        data: Vec<Entry>,
+    }
+    #[derive(Deserialize)]
+    struct Entry {
+        id: String,
+        parent: Option<String>,
+    }
+    let answer = get(worker, "/v1/models", 1 << 20, MIN_PROBE_TIMEOUT).await;
+    let Ok((StatusCode::OK, body)) = answer else {
+        return;
+    };
+    let Ok(list) = serde_json::from_slice::<List>(&body) else {
+        return;
+    };
+    let models = list.data.into_iter().map(|entry| Model {
+        is_adapter: entry.parent.is_some_and(|parent| !parent.is_empty()),
+        id: entry.id,
+    });
+    if worker.set_models(models.collect()) {
+        fleet.refresh_models();
+    }
+}
+
+/// Reads load and capacity.
+async fn read_loop(worker: &Worker, router: &Router, interval: Duration) {
+    // Workers added together are asked at different moments.
+    tokio::time::sleep(interval.mul_f64(fastrand::f64() * 0.2)).await;
+    loop {
+        match get(worker, "/metrics", 8 << 20, interval.max(MIN_PROBE_TIMEOUT)).await {
+            Ok((StatusCode::OK, body)) => {
+                apply(worker, router, &parse(&String::from_utf8_lossy(&body)))
+            }
+            Ok(_) => {}
+            Err(error) => {
+                worker.metrics.scrape_failures.inc();
+                debug!(worker = worker.id(), cause = %error, "metrics could not be read");
+            }
+        }
+        tokio::time::sleep(jittered(interval)).await;
+    }
+}
+
+fn apply(worker: &Worker, router: &Router, report: &EngineReport) {
+    let now = Instant::now();
+    let id = worker.id();
+    // The worker may be removed at any moment; then nobody wants to know.
+    let ranks_are_told_apart = report.loads.len() > 1 && worker.config.dp_ranks > 1;
+    if ranks_are_told_apart {
+        for (dp_rank, load) in &report.loads {
+            let _ = router.report_load(id, Some(*dp_rank), as_report(load));
+        }
+    } else if let Some(sum) = report.sum() {
+        let _ = router.report_load(id, None, as_report(&sum));
+    }
+    if let Some(tokens) = report.block_size {
+        let _ = router.note_engine_block_size(id, tokens, now);
+        if worker.config.kv_capacity_blocks.is_none()
+            && let Some(blocks) = report.num_blocks
+        {
+            let tokens = u64::from(tokens) * blocks;
+            let own = tokens / u64::from(u32::from(router.config().block_size));
+            let _ =
+                router.set_kv_capacity(id, usize::try_from(own).ok().filter(|blocks| *blocks > 0));
+        }
+    }
+}
+
+const fn as_report(load: &Load) -> LoadReport {
+    LoadReport {
+        running: load.running,
+        waiting: load.waiting,
+        kv_usage: load.kv_usage,
+    }
+}
+
+/// Spreads askers by a twentieth, so that they do not fall into step.
+fn jittered(interval: Duration) -> Duration {
+    interval.mul_f64(0.95 + 0.1 * fastrand::f64())
+}
+
+/// Why a worker could not be asked.
+#[derive(Debug)]
+pub enum FetchError {
+    /// No connection, or it broke.
+    Transport(UpstreamError),
+    /// The answer broke off.
+    Broken,
+    /// No whole answer in time.
+    Timeout,
+    /// The answer is larger than accepted.
+    TooLarge,
+}
+
+impl fmt::Display for FetchError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Transport(error) => error.fmt(f),
+            Self::Broken => f.write_str("the answer broke off"),
+            Self::Timeout => f.write_str("no answer in time"),
+            Self::TooLarge => f.write_str("the answer is too large"),
+        }
+    }
+}
+
+/// Asks a worker for a path; an answer above `limit` bytes is refused.
+///
+/// # Errors
+/// [`FetchError`].
+pub async fn get(
+    worker: &Worker,
+    path: &str,
+    limit: usize,
+    timeout: Duration,
+) -> Result<(StatusCode, Bytes), FetchError> {
+    let target = format!("{}{path}", worker.config.url.prefix());
+    let request = || {
+        let mut request = Request::new(Full::default());
+        *request.uri_mut() = target.parse().unwrap_or_default();
+        request
+            .headers_mut()
+            .insert(HOST, worker.host_header().clone());
+        request
+            .headers_mut()
+            .insert(ACCEPT, HeaderValue::from_static("*/*"));
+        request
+    };
+    let whole = async {
+        let response = worker
+            .pool
+            .send(request)
+            .await
+            .map_err(FetchError::Transport)?;
+        let status = response.status();
+        let mut body = response.into_body();
+        let mut collected = BytesMut::new();
+        while let Some(frame) = body.frame().await {
+            let frame = frame.map_err(|_| FetchError::Broken)?;
+            if let Some(piece) = frame.data_ref() {
+                if collected.len() + piece.len() > limit {
+                    return Err(FetchError::TooLarge);
+                }
+                collected.extend_from_slice(piece);
+            }
+        }
+        Ok((status, collected.freeze()))
+    };
+    tokio::time::timeout(timeout, whole)
+        .await
+        .unwrap_or(Err(FetchError::Timeout))
+}
