@@ -175,7 +175,7 @@ impl Bytes<'_> {
                 to,
                 tiers: self.byte(),
             },
-            8 if self.byte() % 2 == 0 => Op::Demote { to },
+            8 if self.byte().is_multiple_of(2) => Op::Demote { to },
             8 => Op::DropDemoted { to },
             _ => Op::Wait {
                 seconds: self.byte() % 8,
