@@ -58,6 +58,8 @@ pub(super) enum Holders {
     Dense {
         marks: Vec<u16>,
         held: u32,
+        /// How many marks are detailed.
+        detailed: u32,
     },
 }
 
@@ -103,7 +105,11 @@ impl Holders {
                     (Err(_), None) => {}
                 }
             }
-            Self::Dense { marks, held } => {
+            Self::Dense {
+                marks,
+                held,
+                detailed,
+            } => {
                 let at = usize::from(slot);
                 if at >= marks.len() {
                     if mark.is_none() {
@@ -114,9 +120,10 @@ impl Holders {
                     marks.resize(marks.len() + more, 0);
                 }
                 let new = mark.map_or(0, |mark| mark.0);
-                *held += u32::from(new != 0);
-                *held -= u32::from(marks[at] != 0);
-                marks[at] = new;
+                let old = std::mem::replace(&mut marks[at], new);
+                *held = *held + u32::from(new != 0) - u32::from(old != 0);
+                let is_detailed = |mark: u16| u32::from(Mark(mark).is_detailed());
+                *detailed = *detailed + is_detailed(new) - is_detailed(old);
             }
         }
         self.reshape(slots);
@@ -156,9 +163,15 @@ impl Holders {
                     marks[usize::from(holder.slot())] = holder.mark().0;
                 }
                 let held = u32::try_from(list.len()).unwrap_or(u32::MAX);
-                *self = Self::Dense { marks, held };
+                let details = list.iter().filter(|holder| holder.mark().is_detailed());
+                let detailed = u32::try_from(details.count()).unwrap_or(u32::MAX);
+                *self = Self::Dense {
+                    marks,
+                    held,
+                    detailed,
+                };
             }
-            Self::Dense { marks, held }
+            Self::Dense { marks, held, .. }
                 if *held as usize * 4 < marks.len() || (*held as usize) < SPARSE_HOLDERS / 2 =>
             {
                 let mut list = Vec::with_capacity(*held as usize);

@@ -4,8 +4,7 @@ use super::holders::{Holders, Mark};
 use super::node::{Point, Run, RunId};
 use super::tree::{Tree, View};
 use crate::block::LocalBlockHash;
-use crate::ids::Slot;
-use crate::index::{Overlaps, Tier};
+use crate::index::{Overlap, Overlaps, Tier};
 
 /// Working memory of lookups, kept in the answer so that it is allocated once.
 #[derive(Clone, Debug, Default)]
@@ -14,6 +13,8 @@ pub(in crate::index) struct Scratch {
     depth: Vec<u32>,
     /// Slots met that hold units of several blocks.
     coarse: Vec<u16>,
+    /// Blocks by their best tier that one slot holds in one run, where lower tiers may be among them.
+    lower: Vec<(u16, [u32; Tier::ALL.len()])>,
     path: Vec<Visit>,
     /// Best tier of each block for one slot.
     best: Vec<Option<Tier>>,
@@ -36,22 +37,30 @@ impl Tree {
     /// before the run advances by what it holds of the matched part. Slots that hold units of several blocks are looked
     /// at again at the end, since a unit counts by its last block, which may lie in a later run.
     pub(super) fn overlap(&self, query: &[LocalBlockHash], overlaps: &mut Overlaps) {
-        overlaps.reset(self.slots());
-        let mut scratch = std::mem::take(&mut overlaps.scratch);
+        let Overlaps { by_slot, scratch } = overlaps;
         scratch.begin(self.slots());
-        self.walk(query, &mut scratch, overlaps);
-        for (overlap, &depth) in overlaps.by_slot.iter_mut().zip(&scratch.depth) {
-            overlap.device = depth - overlap.blocks();
+        self.walk(query, scratch);
+        by_slot.clear();
+        by_slot.extend(scratch.depth.iter().map(|&device| Overlap {
+            device,
+            ..Overlap::default()
+        }));
+        for &(slot, ref counts) in &scratch.lower {
+            let overlap = &mut by_slot[usize::from(slot)];
+            for tier in [Tier::Host, Tier::External, Tier::Disk] {
+                overlap.add(tier, counts[tier.index()]);
+                overlap.device -= counts[tier.index()];
+            }
         }
         scratch.coarse.sort_unstable();
         scratch.coarse.dedup();
         for &slot in &scratch.coarse {
-            self.overlap_coarse(slot, &scratch.path, &mut scratch.best, overlaps);
+            let answer = self.overlap_coarse(slot, &scratch.path, &mut scratch.best);
+            by_slot[usize::from(slot)] = answer;
         }
-        overlaps.scratch = scratch;
     }
 
-    fn walk(&self, query: &[LocalBlockHash], scratch: &mut Scratch, overlaps: &mut Overlaps) {
+    fn walk(&self, query: &[LocalBlockHash], scratch: &mut Scratch) {
         let mut at = Point::ROOT;
         let mut before = 0_u32;
         let mut rest = query;
@@ -65,7 +74,7 @@ impl Tree {
                 before,
                 matched,
             };
-            let reached = self.visit(run, visit, scratch, overlaps);
+            let reached = self.visit(run, visit, scratch);
             if self.coarse() > 0 {
                 scratch.path.push(visit);
             } else if !reached {
@@ -81,15 +90,15 @@ impl Tree {
     }
 
     /// Advances the holders of one run, telling whether any of them holds all of the matched part.
-    fn visit(
-        &self,
-        run: &Run,
-        visit: Visit,
-        scratch: &mut Scratch,
-        overlaps: &mut Overlaps,
-    ) -> bool {
+    fn visit(&self, run: &Run, visit: Visit, scratch: &mut Scratch) -> bool {
+        if let Holders::Dense {
+            marks, detailed: 0, ..
+        } = &run.holders
+        {
+            return advance_all(&mut scratch.depth, marks, visit);
+        }
         let mut reached = false;
-        let mut advance = |slot: u16, mark: Mark| {
+        let advance = |slot: u16, mark: Mark| {
             let depth = &mut scratch.depth[usize::from(slot)];
             let in_race = *depth == visit.before;
             if in_race {
@@ -98,17 +107,11 @@ impl Tree {
                 reached |= blocks == visit.matched;
             }
             if mark.is_detailed() {
-                self.visit_detail(slot, visit, in_race, &mut scratch.coarse, overlaps);
+                let Scratch { coarse, lower, .. } = scratch;
+                self.visit_detail(slot, visit, in_race, coarse, lower);
             }
         };
-        match &run.holders {
-            Holders::Sparse(list) => {
-                for holder in list {
-                    advance(holder.slot(), holder.mark());
-                }
-            }
-            dense @ Holders::Dense { .. } => dense.for_each(advance),
-        }
+        run.holders.for_each(advance);
         reached
     }
 
@@ -120,7 +123,7 @@ impl Tree {
         visit: Visit,
         in_race: bool,
         coarse: &mut Vec<u16>,
-        overlaps: &mut Overlaps,
+        lower: &mut Vec<(u16, [u32; Tier::ALL.len()])>,
     ) {
         let View::Detail(detail) = self.view(slot, visit.run) else {
             return;
@@ -129,23 +132,12 @@ impl Tree {
             coarse.push(slot);
         } else if in_race {
             let blocks = detail.unit_prefix().min(visit.matched);
-            let counts = detail.best_tiers(blocks);
-            for tier in [Tier::Host, Tier::External, Tier::Disk] {
-                overlaps
-                    .at(Slot(u32::from(slot)))
-                    .add(tier, counts[tier.index()]);
-            }
+            lower.push((slot, detail.best_tiers(blocks)));
         }
     }
 
     /// Answers for one slot, block by block.
-    fn overlap_coarse(
-        &self,
-        slot: u16,
-        path: &[Visit],
-        best: &mut Vec<Option<Tier>>,
-        overlaps: &mut Overlaps,
-    ) {
+    fn overlap_coarse(&self, slot: u16, path: &[Visit], best: &mut Vec<Option<Tier>>) -> Overlap {
         best.clear();
         for visit in path {
             best.resize(best.len() + usize::from(visit.matched), None);
@@ -170,12 +162,24 @@ impl Tree {
                 }
             }
         }
-        let overlap = overlaps.at(Slot(u32::from(slot)));
-        *overlap = crate::index::Overlap::default();
+        let mut overlap = Overlap::default();
         for tier in best.iter().map_while(|tier| *tier) {
             overlap.add(tier, 1);
         }
+        overlap
     }
+}
+
+/// Advances every slot of a run without details; free of branches, so that it compiles to vector instructions.
+fn advance_all(depth: &mut [u32], marks: &[u16], visit: Visit) -> bool {
+    let mut reached = false;
+    for (depth, &mark) in depth.iter_mut().zip(marks) {
+        let in_race = *depth == visit.before;
+        let blocks = if in_race { mark.min(visit.matched) } else { 0 };
+        reached |= blocks == visit.matched;
+        *depth += u32::from(blocks);
+    }
+    reached
 }
 
 impl Scratch {
@@ -183,6 +187,7 @@ impl Scratch {
         self.depth.clear();
         self.depth.resize(slots, 0);
         self.coarse.clear();
+        self.lower.clear();
         self.path.clear();
     }
 }
