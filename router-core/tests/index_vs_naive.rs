@@ -23,6 +23,14 @@ proptest! {
     ) {
         World::new(max_run_blocks, &probes).run(&ops);
     }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig {
+        cases: cases() / 10,
+        failure_persistence: None,
+        ..ProptestConfig::default()
+    })]
 
     /// What the fuzz target does, so that its decoder is known to work wherever the tests run.
     #[test]
@@ -33,7 +41,7 @@ proptest! {
     }
 }
 
-/// Guards the test above: scenarios that never attach an orphan would prove nothing about orphans.
+/// Guards the first test: scenarios that never attach an orphan would prove nothing about orphans.
 #[test]
 fn random_scenarios_reach_every_situation() {
     let mut runner = TestRunner::deterministic();

@@ -175,6 +175,9 @@ impl Overlap {
 /// Overlap of one prompt with every slot, dense by slot index; reuse it across lookups to avoid allocation.
 #[derive(Clone, Debug, Default)]
 pub struct Overlaps {
+    /// Leading blocks of each slot, all on the device, when `by_slot` is empty.
+    device: Vec<u32>,
+    /// The whole answer, once a lower tier takes part.
     by_slot: Vec<Overlap>,
     scratch: radix::Scratch,
 }
@@ -189,13 +192,27 @@ impl Overlaps {
     /// Returns the overlap of `slot`, zero when it holds nothing.
     #[must_use]
     pub fn get(&self, slot: Slot) -> Overlap {
-        self.by_slot.get(slot.index()).copied().unwrap_or_default()
+        if self.by_slot.is_empty() {
+            Overlap {
+                device: self.device.get(slot.index()).copied().unwrap_or(0),
+                ..Overlap::default()
+            }
+        } else {
+            self.by_slot.get(slot.index()).copied().unwrap_or_default()
+        }
+    }
+
+    /// Returns how many slots the answer covers; those beyond hold nothing.
+    #[must_use]
+    pub fn slots(&self) -> usize {
+        self.device.len()
     }
 
     /// Zeroes the answer and makes room for `slots` slots.
     pub fn reset(&mut self, slots: usize) {
+        self.device.clear();
+        self.device.resize(slots, 0);
         self.by_slot.clear();
-        self.by_slot.resize(slots, Overlap::default());
     }
 
     /// Returns the overlap of `slot` for writing.
@@ -203,13 +220,14 @@ impl Overlaps {
     /// # Panics
     /// When `slot` is beyond the size given to [`reset`](Self::reset).
     pub fn at(&mut self, slot: Slot) -> &mut Overlap {
+        if self.by_slot.is_empty() {
+            let device = self.device.iter();
+            self.by_slot.extend(device.map(|&device| Overlap {
+                device,
+                ..Overlap::default()
+            }));
+        }
         &mut self.by_slot[slot.index()]
-    }
-
-    /// Returns the dense array, indexed by slot.
-    #[must_use]
-    pub fn as_slice(&self) -> &[Overlap] {
-        &self.by_slot
     }
 }
 

@@ -35,10 +35,10 @@ use std::sync::Arc;
 use std::time::Instant;
 
 pub(super) use self::lookup::Scratch;
-use self::node::{Location, MAX_RUN_BLOCKS, Point};
+use self::node::{Location, MAX_RUN_BLOCKS, Point, ROOT};
 use self::record::Verdict;
 use self::slot::{SlotState, Step, Unit};
-use self::tree::{Segment, Span, Tree};
+use self::tree::{Segment, Span, Tree, View};
 use super::{
     EngineKey, IndexStats, MAX_SLOTS, OrphanLimits, Overlaps, PrefixIndex, RemoveOutcome,
     StoreOutcome, StoredRun, Tier, TierBlocks,
@@ -85,8 +85,11 @@ use crate::sync::{Mutex, RwLock};
 pub struct RadixIndex {
     limits: OrphanLimits,
     tree: RwLock<Tree>,
-    slots: RwLock<Vec<Arc<Mutex<SlotState>>>>,
+    /// By slot index; `None` until the first store.
+    slots: RwLock<Vec<Option<SharedState>>>,
 }
+
+type SharedState = Arc<Mutex<SlotState>>;
 
 /// A store whose parent's place is known.
 #[derive(Clone, Copy, Debug)]
@@ -118,19 +121,19 @@ impl RadixIndex {
     }
 
     /// Returns the state of a slot that stored something before.
-    fn known(&self, slot: Slot) -> Option<Arc<Mutex<SlotState>>> {
-        self.slots.read().get(slot.index()).cloned()
+    fn known(&self, slot: Slot) -> Option<SharedState> {
+        self.slots.read().get(slot.index()).cloned().flatten()
     }
 
-    fn state(&self, slot: Slot) -> Arc<Mutex<SlotState>> {
+    fn state(&self, slot: Slot) -> SharedState {
         if let Some(state) = self.known(slot) {
             return state;
         }
         let mut slots = self.slots.write();
-        while slots.len() <= slot.index() {
-            slots.push(Arc::default());
+        if slots.len() <= slot.index() {
+            slots.resize(slot.index() + 1, None);
         }
-        slots[slot.index()].clone()
+        slots[slot.index()].get_or_insert_default().clone()
     }
 
     /// Applies a store in three steps: look the keys up, change the tree, enter the keys. Returns what became of each key
@@ -154,9 +157,14 @@ impl RadixIndex {
         state.reserve(store.keys.first(), new.count());
         let mut released = Vec::new();
         let mut verdicts = Vec::with_capacity(steps.len());
-        for (key, step) in store.keys.iter().zip(&steps) {
-            let fresh = (store.tier, unit, store.confirmed);
-            let verdict = state.apply(key, step, fresh, &mut released);
+        let fresh = (store.tier, unit, store.confirmed);
+        for ((key, step), known) in store.keys.iter().zip(&steps).zip(&known) {
+            let is_new = known.is_none() && state.enter(key, step, fresh);
+            let verdict = if is_new {
+                Verdict::Place
+            } else {
+                state.apply(key, step, fresh, &mut released)
+            };
             if verdict.holds() && !state.pending.is_empty() {
                 state.pending.waiting(key, ready);
             }
@@ -179,13 +187,15 @@ impl RadixIndex {
         let mut refused = false;
         let mut tree = self.tree.write();
         let segments = tree.extend(store.point, store.local_hashes);
+        let mut view = (ROOT, View::Nothing);
         for (at, segment) in ends(&segments, store.unit) {
             let verdict = judge(steps.len(), at);
             let mut was_held = false;
             if verdict.holds() {
-                was_held = tree
-                    .view(slot, segment.run)
-                    .holds(store.tier, unit, at.offset);
+                if view.0 != segment.run {
+                    view = (segment.run, tree.view(slot, segment.run));
+                }
+                was_held = view.1.holds(store.tier, unit, at.offset);
                 let span = Span::one(at, store.tier, unit);
                 if !was_held && !spans.last_mut().is_some_and(|last| last.grow(span)) {
                     spans.push(span);
@@ -402,7 +412,8 @@ impl PrefixIndex for RadixIndex {
 
     fn stats(&self) -> IndexStats {
         let slots = self.slots.read().clone();
-        let orphans = slots.iter().map(|state| state.lock().pending.keys());
+        let states = slots.iter().flatten();
+        let orphans = states.map(|state| state.lock().pending.keys());
         let orphans = orphans.sum();
         let tree = self.tree.read();
         IndexStats {

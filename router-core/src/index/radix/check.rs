@@ -29,6 +29,7 @@ impl RadixIndex {
         check_details(&tree);
         let mut held = held_units(&tree);
         for (slot, state) in (0_u16..).zip(slots.iter()) {
+            let Some(state) = state else { continue };
             let state = state.lock();
             check_slot(&tree, slot, &state, held.remove(&slot).unwrap_or_default());
         }

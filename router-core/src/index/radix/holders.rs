@@ -50,10 +50,16 @@ impl Holder {
     }
 }
 
-/// A set of slots with their marks: a sorted list while few slots hold the run, one mark for each slot once that is smaller.
+/// A set of slots with their marks: a few inline, a sorted list, or one mark for each slot once that is smaller.
 #[derive(Debug)]
 pub(super) enum Holders {
-    Sparse(Vec<Holder>),
+    /// The first `len` entries, sorted by slot; most runs need no more and no allocation.
+    Inline {
+        len: u8,
+        list: [Holder; INLINE_HOLDERS],
+    },
+    /// Sorted by slot.
+    List(Vec<Holder>),
     /// Mark 0 stands for "holds nothing"; `held` counts the others.
     Dense {
         marks: Vec<u16>,
@@ -65,65 +71,51 @@ pub(super) enum Holders {
 
 impl Default for Holders {
     fn default() -> Self {
-        Self::Sparse(Vec::new())
+        Self::Inline {
+            len: 0,
+            list: [Holder(0); INLINE_HOLDERS],
+        }
     }
 }
 
 impl Holders {
     pub(super) fn mark(&self, slot: u16) -> Option<Mark> {
-        match self {
-            Self::Sparse(list) => {
-                let at = list.binary_search_by_key(&slot, |holder| holder.slot());
-                at.ok().map(|at| list[at].mark())
-            }
-            Self::Dense { marks, .. } => marks
-                .get(usize::from(slot))
-                .filter(|&&mark| mark != 0)
-                .map(|&mark| Mark(mark)),
+        if let Self::Dense { marks, .. } = self {
+            let mark = marks.get(usize::from(slot)).filter(|&&mark| mark != 0);
+            return mark.map(|&mark| Mark(mark));
         }
+        let list = self.list();
+        let at = list.binary_search_by_key(&slot, |holder| holder.slot());
+        at.ok().map(|at| list[at].mark())
     }
 
     /// Sets what `slot` holds; `None` when nothing. `slots` is the number of slots in use, which decides the shape.
     pub(super) fn set(&mut self, slot: u16, mark: Option<Mark>, slots: usize) {
-        match self {
-            Self::Sparse(list) => {
-                let at = list.binary_search_by_key(&slot, |holder| holder.slot());
-                match (at, mark) {
-                    (Ok(at), Some(mark)) => list[at] = Holder::new(slot, mark),
-                    (Ok(at), None) => {
-                        list.remove(at);
-                        if list.capacity() > 2 * list.len() + SPARSE_HOLDERS {
-                            list.shrink_to_fit();
-                        }
-                    }
-                    (Err(at), Some(mark)) => {
-                        if list.len() == list.capacity() {
-                            list.reserve_exact((list.len() / 4).max(1));
-                        }
-                        list.insert(at, Holder::new(slot, mark));
-                    }
-                    (Err(_), None) => {}
-                }
+        if let Self::Dense {
+            marks,
+            held,
+            detailed,
+        } = self
+        {
+            let at = usize::from(slot);
+            if at >= marks.len() {
+                let more = (at + 1).max(slots) - marks.len();
+                marks.reserve_exact(more);
+                marks.resize(marks.len() + more, 0);
             }
-            Self::Dense {
-                marks,
-                held,
-                detailed,
-            } => {
-                let at = usize::from(slot);
-                if at >= marks.len() {
-                    if mark.is_none() {
-                        return;
-                    }
-                    let more = (at + 1).max(slots) - marks.len();
-                    marks.reserve_exact(more);
-                    marks.resize(marks.len() + more, 0);
-                }
-                let new = mark.map_or(0, |mark| mark.0);
-                let old = std::mem::replace(&mut marks[at], new);
-                *held = *held + u32::from(new != 0) - u32::from(old != 0);
-                let is_detailed = |mark: u16| u32::from(Mark(mark).is_detailed());
-                *detailed = *detailed + is_detailed(new) - is_detailed(old);
+            let new = mark.map_or(0, |mark| mark.0);
+            let old = std::mem::replace(&mut marks[at], new);
+            *held = *held + u32::from(new != 0) - u32::from(old != 0);
+            let is_detailed = |mark: u16| u32::from(Mark(mark).is_detailed());
+            *detailed = *detailed + is_detailed(new) - is_detailed(old);
+        } else {
+            let list = self.list();
+            let at = list.binary_search_by_key(&slot, |holder| holder.slot());
+            match (at, mark) {
+                (Ok(at), Some(mark)) => self.list_mut()[at] = Holder::new(slot, mark),
+                (Ok(at), None) => self.remove(at),
+                (Err(at), Some(mark)) => self.insert(at, Holder::new(slot, mark)),
+                (Err(_), None) => return,
             }
         }
         self.reshape(slots);
@@ -131,32 +123,90 @@ impl Holders {
 
     pub(super) fn len(&self) -> usize {
         match self {
-            Self::Sparse(list) => list.len(),
             Self::Dense { held, .. } => *held as usize,
+            Self::Inline { .. } | Self::List(_) => self.list().len(),
         }
     }
 
     /// Visits every holder in order of slots.
+    #[inline]
     pub(super) fn for_each(&self, mut visit: impl FnMut(u16, Mark)) {
-        match self {
-            Self::Sparse(list) => list
-                .iter()
-                .for_each(|holder| visit(holder.slot(), holder.mark())),
-            Self::Dense { marks, .. } => {
-                for (slot, &mark) in (0..=u16::MAX).zip(marks) {
-                    if mark != 0 {
-                        visit(slot, Mark(mark));
-                    }
+        if let Self::Dense { marks, .. } = self {
+            for (slot, &mark) in (0..=u16::MAX).zip(marks) {
+                if mark != 0 {
+                    visit(slot, Mark(mark));
                 }
+            }
+        } else {
+            for holder in self.list() {
+                visit(holder.slot(), holder.mark());
             }
         }
     }
 
-    /// A list costs 4 bytes a holder, an array 2 bytes a slot. A list longer than [`SPARSE_HOLDERS`] becomes an array
-    /// once that is smaller, and an array a list again at half of that, so that one holder more or less does not flip it.
-    fn reshape(&mut self, slots: usize) {
+    /// Returns the sorted entries; none when dense.
+    fn list(&self) -> &[Holder] {
         match self {
-            Self::Sparse(list) if list.len() > SPARSE_HOLDERS && list.len() * 2 >= slots => {
+            Self::Inline { len, list } => &list[..usize::from(*len)],
+            Self::List(list) => list,
+            Self::Dense { .. } => &[],
+        }
+    }
+
+    fn list_mut(&mut self) -> &mut [Holder] {
+        match self {
+            Self::Inline { len, list } => &mut list[..usize::from(*len)],
+            Self::List(list) => list,
+            Self::Dense { .. } => &mut [],
+        }
+    }
+
+    fn insert(&mut self, at: usize, holder: Holder) {
+        match self {
+            Self::Inline { len, list } if usize::from(*len) < INLINE_HOLDERS => {
+                list.copy_within(at..usize::from(*len), at + 1);
+                list[at] = holder;
+                *len += 1;
+            }
+            Self::Inline { list, .. } => {
+                let mut longer = Vec::with_capacity(INLINE_HOLDERS + 2);
+                longer.extend_from_slice(list);
+                longer.insert(at, holder);
+                *self = Self::List(longer);
+            }
+            Self::List(list) => {
+                if list.len() == list.capacity() {
+                    list.reserve_exact(list.len() / 4);
+                }
+                list.insert(at, holder);
+            }
+            Self::Dense { .. } => {}
+        }
+    }
+
+    fn remove(&mut self, at: usize) {
+        match self {
+            Self::Inline { len, list } => {
+                list.copy_within(at + 1..usize::from(*len), at);
+                *len -= 1;
+            }
+            Self::List(list) => {
+                list.remove(at);
+                if list.capacity() > 2 * list.len() + INLINE_HOLDERS {
+                    list.shrink_to_fit();
+                }
+            }
+            Self::Dense { .. } => {}
+        }
+    }
+
+    /// A list costs 4 bytes a holder, an array 2 bytes a slot: a list becomes an array once that is smaller, and an array
+    /// or list goes back to the next smaller form at half of what it left it with, so that one holder does not flip it.
+    fn reshape(&mut self, slots: usize) {
+        let few = self.len() <= INLINE_HOLDERS / 2;
+        match self {
+            Self::List(list) if few => *self = Self::inline(list),
+            Self::List(list) if list.len() * 2 >= slots => {
                 let last = list.last().map_or(0, |holder| usize::from(holder.slot()));
                 let mut marks = vec![0; slots.max(last + 1)];
                 for holder in list.iter() {
@@ -171,21 +221,26 @@ impl Holders {
                     detailed,
                 };
             }
-            Self::Dense { marks, held, .. }
-                if *held as usize * 4 < marks.len() || (*held as usize) < SPARSE_HOLDERS / 2 =>
-            {
+            Self::Dense { marks, held, .. } if few || *held as usize * 4 < marks.len() => {
                 let mut list = Vec::with_capacity(*held as usize);
-                for (slot, &mark) in (0..=u16::MAX).zip(marks.iter()) {
-                    if mark != 0 {
-                        list.push(Holder::new(slot, Mark(mark)));
-                    }
-                }
-                *self = Self::Sparse(list);
+                self.for_each(|slot, mark| list.push(Holder::new(slot, mark)));
+                *self = if few {
+                    Self::inline(&list)
+                } else {
+                    Self::List(list)
+                };
             }
-            Self::Sparse(_) | Self::Dense { .. } => {}
+            Self::Inline { .. } | Self::List(_) | Self::Dense { .. } => {}
         }
+    }
+
+    fn inline(few: &[Holder]) -> Self {
+        let mut list = [Holder(0); INLINE_HOLDERS];
+        list[..few.len()].copy_from_slice(few);
+        let len = u8::try_from(few.len()).unwrap_or(0);
+        Self::Inline { len, list }
     }
 }
 
-/// Longest list that is never turned into an array.
-const SPARSE_HOLDERS: usize = 8;
+/// Holders that lie in the run itself; as many as fit where the other forms have their fields.
+const INLINE_HOLDERS: usize = 7;

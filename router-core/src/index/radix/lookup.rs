@@ -4,13 +4,12 @@ use super::holders::{Holders, Mark};
 use super::node::{Point, Run, RunId};
 use super::tree::{Tree, View};
 use crate::block::LocalBlockHash;
+use crate::ids::Slot;
 use crate::index::{Overlap, Overlaps, Tier};
 
 /// Working memory of lookups, kept in the answer so that it is allocated once.
 #[derive(Clone, Debug, Default)]
 pub(in crate::index) struct Scratch {
-    /// Unbroken leading blocks of each slot so far, counting units of one block.
-    depth: Vec<u32>,
     /// Slots met that hold units of several blocks.
     coarse: Vec<u16>,
     /// Blocks by their best tier that one slot holds in one run, where lower tiers may be among them.
@@ -33,20 +32,27 @@ struct Visit {
 impl Tree {
     /// Answers for every slot.
     ///
-    /// The array of depths is the set of slots still in the race: at each run, a holder whose depth equals the blocks
+    /// The array of depths (unbroken leading blocks, counting units of one block) is the set of slots still in the race: at each run, a holder whose depth equals the blocks
     /// before the run advances by what it holds of the matched part. Slots that hold units of several blocks are looked
     /// at again at the end, since a unit counts by its last block, which may lie in a later run.
     pub(super) fn overlap(&self, query: &[LocalBlockHash], overlaps: &mut Overlaps) {
-        let Overlaps { by_slot, scratch } = overlaps;
-        scratch.begin(self.slots());
-        self.walk(query, scratch);
-        by_slot.clear();
-        by_slot.extend(scratch.depth.iter().map(|&device| Overlap {
-            device,
-            ..Overlap::default()
-        }));
+        overlaps.reset(self.slots());
+        let Overlaps {
+            device, scratch, ..
+        } = overlaps;
+        scratch.begin();
+        self.walk(query, device, scratch);
+        if !scratch.lower.is_empty() || !scratch.coarse.is_empty() {
+            self.finish(overlaps);
+        }
+    }
+
+    /// Puts in what is not plainly on the device.
+    #[cold]
+    fn finish(&self, overlaps: &mut Overlaps) {
+        let mut scratch = std::mem::take(&mut overlaps.scratch);
         for &(slot, ref counts) in &scratch.lower {
-            let overlap = &mut by_slot[usize::from(slot)];
+            let overlap = overlaps.at(Slot(slot.into()));
             for tier in [Tier::Host, Tier::External, Tier::Disk] {
                 overlap.add(tier, counts[tier.index()]);
                 overlap.device -= counts[tier.index()];
@@ -56,11 +62,12 @@ impl Tree {
         scratch.coarse.dedup();
         for &slot in &scratch.coarse {
             let answer = self.overlap_coarse(slot, &scratch.path, &mut scratch.best);
-            by_slot[usize::from(slot)] = answer;
+            *overlaps.at(Slot(slot.into())) = answer;
         }
+        overlaps.scratch = scratch;
     }
 
-    fn walk(&self, query: &[LocalBlockHash], scratch: &mut Scratch) {
+    fn walk(&self, query: &[LocalBlockHash], depth: &mut [u32], scratch: &mut Scratch) {
         let mut at = Point::ROOT;
         let mut before = 0_u32;
         let mut rest = query;
@@ -74,7 +81,7 @@ impl Tree {
                 before,
                 matched,
             };
-            let reached = self.visit(run, visit, scratch);
+            let reached = self.visit(run, visit, depth, scratch);
             if self.coarse() > 0 {
                 scratch.path.push(visit);
             } else if !reached {
@@ -90,16 +97,16 @@ impl Tree {
     }
 
     /// Advances the holders of one run, telling whether any of them holds all of the matched part.
-    fn visit(&self, run: &Run, visit: Visit, scratch: &mut Scratch) -> bool {
+    fn visit(&self, run: &Run, visit: Visit, depth: &mut [u32], scratch: &mut Scratch) -> bool {
         if let Holders::Dense {
             marks, detailed: 0, ..
         } = &run.holders
         {
-            return advance_all(&mut scratch.depth, marks, visit);
+            return advance_all(depth, marks, visit);
         }
         let mut reached = false;
         let advance = |slot: u16, mark: Mark| {
-            let depth = &mut scratch.depth[usize::from(slot)];
+            let depth = &mut depth[usize::from(slot)];
             let in_race = *depth == visit.before;
             if in_race {
                 let blocks = mark.cutoff().min(visit.matched);
@@ -172,20 +179,18 @@ impl Tree {
 
 /// Advances every slot of a run without details; free of branches, so that it compiles to vector instructions.
 fn advance_all(depth: &mut [u32], marks: &[u16], visit: Visit) -> bool {
-    let mut reached = false;
+    let mut most = 0;
     for (depth, &mark) in depth.iter_mut().zip(marks) {
-        let in_race = *depth == visit.before;
-        let blocks = if in_race { mark.min(visit.matched) } else { 0 };
-        reached |= blocks == visit.matched;
+        let in_race = u16::from(*depth == visit.before).wrapping_neg();
+        let blocks = mark.min(visit.matched) & in_race;
+        most = most.max(blocks);
         *depth += u32::from(blocks);
     }
-    reached
+    most == visit.matched
 }
 
 impl Scratch {
-    fn begin(&mut self, slots: usize) {
-        self.depth.clear();
-        self.depth.resize(slots, 0);
+    fn begin(&mut self) {
         self.coarse.clear();
         self.lower.clear();
         self.path.clear();

@@ -51,6 +51,8 @@ impl Location {
 pub(super) struct Run {
     /// Where the run leaves its parent.
     pub(super) origin: Point,
+    /// The first hash again, so that finding a child touches the run alone.
+    first: LocalBlockHash,
     hashes: Vec<LocalBlockHash>,
     pub(super) holders: Holders,
     /// How many children leave after so many blocks; sorted by the number of blocks, each at least 1.
@@ -58,9 +60,11 @@ pub(super) struct Run {
 }
 
 impl Run {
+    /// Creates a run of at least one block.
     pub(super) fn new(origin: Point, hashes: &[LocalBlockHash]) -> Self {
         let mut run = Self {
             origin,
+            first: hashes[0],
             hashes: Vec::new(),
             holders: Holders::default(),
             forks: Vec::new(),
@@ -73,8 +77,8 @@ impl Run {
         as_offset(self.hashes.len())
     }
 
-    pub(super) fn first(&self) -> LocalBlockHash {
-        self.hashes[0]
+    pub(super) const fn first(&self) -> LocalBlockHash {
+        self.first
     }
 
     pub(super) fn hashes(&self) -> &[LocalBlockHash] {
