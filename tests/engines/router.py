@@ -207,6 +207,25 @@ class Router:
         except AssertionError as error:
             raise AssertionError(f"{error}; the router says {self._seen}\n{self.log_tail()}") from None
 
+    def wait_idle(self) -> None:
+        """Waits until nothing is booked: a booking may outlive the last byte of its answer by a moment."""
+        wait_until(
+            "nothing is booked",
+            lambda: all(view.active_requests == 0 for view in self.workers().values()),
+            seconds=5,
+        )
+
+    def settle(self, quiet_seconds: float = 0.3) -> None:
+        """Waits until the index has not changed for a while: what the engines announced has arrived."""
+        last, since = None, time.monotonic()
+        deadline = since + 15
+        while (now := time.monotonic()) - since < quiet_seconds:
+            assert now < deadline, f"the index does not come to rest: {last}"
+            blocks = {name: view.device_blocks for name, view in self.workers().items()}
+            if blocks != last:
+                last, since = blocks, now
+            time.sleep(0.05)
+
     def log_tail(self) -> str:
         return self._process.log_tail() if self._process else ""
 

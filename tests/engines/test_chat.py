@@ -6,7 +6,6 @@ overlap it announces for the same request is right only when its tokens are.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
 import pytest
@@ -47,10 +46,11 @@ def test_the_router_foresees_what_the_engine_takes_from_its_cache(
 
 def test_every_length_around_a_block_border_agrees(chat_router: Router, fleet: Fleet, prompts: Prompts) -> None:
     """One token too many or too few in front or behind shows at some length."""
+    held = 0
     for words in range(60, 60 + BLOCK_TOKENS, 3):
         body = chat_body([{"role": "user", "content": prompts.words(words)}])
-        assert fleet.w1.http.post("/v1/chat/completions", body).status == 200
-        time.sleep(0.1)
+        held += fleet.w1.http.post("/v1/chat/completions", body).prompt_tokens // BLOCK_TOKENS
+        chat_router.wait_blocks(fleet.w1, held)
         routed = chat_router.chat(body)
         assert routed.cached_tokens > 0, routed
         if routed.answer.prompt_tokens % BLOCK_TOKENS:
@@ -86,7 +86,7 @@ def test_a_growing_conversation_stays_on_its_worker(chat_router: Router, fleet: 
             home[key] = routed.worker
             reached[key] = routed.answer.prompt_tokens // BLOCK_TOKENS * BLOCK_TOKENS
             messages.append({"role": "assistant", "content": routed.answer.content})
-            time.sleep(0.1)  # the events of the answer's blocks; a person takes longer to reply
+            chat_router.settle()  # a person takes longer to reply
     assert len(set(home.values())) == 2, home
     for engine in fleet.pair:
         assert chat_router.worker(engine).trust.fidelity > 0.99, chat_router.workers()

@@ -47,7 +47,7 @@ def test_errors_of_the_engine_are_passed_on_unchanged(
     assert (routed.status, routed.body) == (direct.status, direct.body)
     assert routed.headers["content-type"] == direct.headers["content-type"]
     # An error of the client says nothing against the worker, and leaves nothing booked.
-    wait_until("nothing is booked", lambda: all(v.active_requests == 0 for v in router.workers().values()), seconds=2)
+    router.wait_idle()
     assert Routed(router.http.post("/v1/completions", {"model": MODEL, "prompt": [40, 41], "max_tokens": 1})).status == 200
 
 

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 from conftest import Fleet
-from harness import BLOCK_TOKENS, MODEL, wait_until
+from harness import BLOCK_TOKENS, KV_BLOCKS, MODEL, wait_until
 from prompts import Prompts
 from router import Routed, Router
 
@@ -48,12 +48,12 @@ def test_token_prompts_reach_the_warm_worker(router: Router, fleet: Fleet, promp
 
         wait_until(f"{engine.name} counted what the router sent it", counted, seconds=5)
 
+    router.wait_idle()
     for engine in fleet.pair:
-        view = router.worker(engine)
-        assert view.active_requests == 0, view
-        assert view.trust.state == "exact", view
-        assert view.trust.fidelity > 0.99, view
-        assert view.device_blocks == 3 * PREFIX_BLOCKS, view
+        router.wait_blocks(engine, 3 * PREFIX_BLOCKS)
+        trust = router.worker(engine).trust
+        assert trust.state == "exact", trust
+        assert trust.fidelity > 0.99, trust
 
 
 def test_events_alone_find_the_warm_worker(router: Router, fleet: Fleet, prompts: Prompts) -> None:
@@ -78,14 +78,9 @@ def test_evicted_blocks_are_not_credited(router: Router, fleet: Fleet, prompts: 
     # 63 blocks of capacity: 10 other prompts of 6 full blocks and a partial one push the first out, tail first.
     for _ in range(10):
         assert fleet.w1.complete(prompts.prefix(PREFIX_BLOCKS) + prompts.tokens(FRESH_TOKENS)).status == 200
-    for engine in fleet.pair:
-        engine.nudge()
-
-    def settled() -> bool:
-        first = router.worker(fleet.w1).device_blocks
-        return 0 < first < 11 * PREFIX_BLOCKS
-
-    wait_until("the index followed the evictions", settled, seconds=5)
+    router.settle()
+    held = router.worker(fleet.w1).device_blocks
+    assert 0 < held < min(KV_BLOCKS, 11 * PREFIX_BLOCKS), held
     routed = router.complete(old + prompts.tokens(FRESH_TOKENS))
     assert routed.status == 200, routed
     assert routed.overlap_blocks == routed.cached_blocks < PREFIX_BLOCKS, routed
