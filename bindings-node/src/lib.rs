@@ -1,4 +1,8 @@
 //! kvlane for Node: converts, calls the core, and converts back.
+#![expect(
+    clippy::needless_pass_by_value,
+    reason = "napi hands arguments over by value"
+)]
 
 mod error;
 
