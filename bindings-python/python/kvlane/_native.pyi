@@ -1,6 +1,17 @@
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
+__all__ = [
+    "Closed",
+    "ConfigError",
+    "Error",
+    "InvalidRequest",
+    "Overloaded",
+    "UnknownWorker",
+    "__version__",
+    "block_hashes",
+]
+
 __version__: str
 
 class Error(Exception):

@@ -1,0 +1,34 @@
+# The commands of this repository; each says more in the script that it calls.
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-engines bench fmt fuzz wheel clean-caches
+
+ARGS ?=
+SECONDS ?= 60
+
+help: ## Lists the commands
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+demo: ## Plays the measured story on two simulated engines (ARGS="--json")
+	cargo run --release -p kvlane-sidecar --bin kvlane -- demo $(ARGS)
+
+test: ## Runs every check and counts the tests (STEPS="lint core")
+	@scripts/test.sh $(STEPS)
+
+test-engines: ## Tests against real vLLM servers, installed on the first run
+	@KVLANE_ENGINES=1 scripts/test.sh engines
+
+bench: ## Runs the benches (ARGS="--bench NAME")
+	cargo bench -p kvlane-benches $(ARGS)
+
+fmt: ## Formats the sources
+	cargo fmt --all
+	cargo fmt --manifest-path fuzz/Cargo.toml
+
+fuzz: ## Fuzzes every target (SECONDS=60)
+	@scripts/fuzz.sh $(SECONDS)
+
+wheel: ## Builds the release wheel into target/wheels
+	@scripts/wheel.sh
+
+clean-caches: ## Removes environments, wheels, corpora and the vLLM installation
+	@scripts/clean-caches.sh
