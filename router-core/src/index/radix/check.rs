@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, HashMap};
 
 use super::RadixIndex;
-use super::holders::Mark;
+use super::holders::{Holders, Mark};
 use super::node::{Location, ROOT, Run, RunId};
 use super::slot::{SlotState, Unit, units};
 use super::tree::{Tree, View};
@@ -56,13 +56,19 @@ fn check_run(tree: &Tree, id: RunId, run: &Run) {
         let continued = parent.hashes().get(at);
         assert_ne!(continued, Some(&run.first()), "run {id} doubles its parent");
     }
-    let mut holders = 0;
+    let mut slots = Vec::new();
+    let mut details = 0;
     run.holders.for_each(|slot, mark| {
-        holders += 1;
+        slots.push(slot);
+        details += u32::from(mark.is_detailed());
         assert!(usize::from(slot) < tree.slots(), "slot {slot} is counted");
         check_mark(tree, id, run, slot, mark);
     });
-    assert_eq!(run.holders.len(), holders, "holders of run {id}");
+    assert_eq!(run.holders.len(), slots.len(), "holders of run {id}");
+    assert!(slots.is_sorted_by(|a, b| a < b), "order of run {id}");
+    if let Holders::Dense { detailed, .. } = run.holders {
+        assert_eq!(detailed, details, "detailed holders of run {id}");
+    }
 }
 
 fn check_mark(tree: &Tree, id: RunId, run: &Run, slot: u16, mark: Mark) {
