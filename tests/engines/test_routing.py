@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 
 import pytest
 from conftest import Fleet
@@ -101,16 +102,31 @@ def test_a_repeat_at_a_block_border_is_no_mismatch(router: Router, fleet: Fleet,
         assert router.worker(engine).trust.fidelity > 0.99, router.workers()
 
 
-def test_requests_that_bypass_the_cache_are_no_mismatch(router: Router, fleet: Fleet, prompts: Prompts) -> None:
-    """For `prompt_logprobs` an engine computes the whole prompt again: nothing cached, and nothing wrong."""
-    prompt = prompts.tokens(4 * BLOCK_TOKENS + 4)
-    assert router.complete(prompt).status == 200
+NOT_COMPARABLE = {
+    "prompt_logprobs": lambda warm, p: {"prompt": warm, "prompt_logprobs": 1},
+    "echoed logprobs": lambda warm, p: {"prompt": warm, "echo": True, "logprobs": 1},
+    "several prompts": lambda warm, p: {"prompt": [warm, p.tokens(len(warm))]},
+    "truncated": lambda warm, p: {"prompt": p.tokens(BLOCK_TOKENS) + warm, "truncate_prompt_tokens": len(warm)},
+    "truncated to its end": lambda warm, p: {"prompt": warm, "truncate_prompt_tokens": len(warm) - BLOCK_TOKENS - 1},
+}
+
+
+@pytest.mark.parametrize("request_of", NOT_COMPARABLE.values(), ids=NOT_COMPARABLE.keys())
+def test_what_cannot_be_compared_is_no_mismatch(
+    router: Router, fleet: Fleet, prompts: Prompts, request_of: Callable[[list[int], Prompts], dict]
+) -> None:
+    """For logprobs of the prompt an engine computes all of it again; of several prompts it reports the last one's
+    cached tokens; a truncated prompt is another prompt. None of that says that the index is wrong."""
+    warm = prompts.tokens(4 * BLOCK_TOKENS + 4)
+    assert router.complete(warm).status == 200
     for _ in range(6):
-        routed = router.complete(prompt, prompt_logprobs=1)
-        assert (routed.status, routed.cached_tokens) == (200, 0), routed
+        fields = request_of(warm, prompts)
+        routed = router.complete(fields.pop("prompt"), **fields)
+        assert routed.status == 200, routed
+    router.wait_idle()
     for engine in fleet.pair:
-        assert router.worker(engine).trust.fidelity > 0.99, router.workers()
-    routed = router.complete(prompt)
+        assert router.worker(engine).trust.fidelity > 0.9, router.workers()
+    routed = router.complete(warm)
     assert (routed.overlap_blocks, routed.cached_blocks) == (4, 4), routed
 
 
