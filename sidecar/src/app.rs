@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
-use kvlane::Router;
+use kvlane::{Router, TrustState};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use tracing::{info, warn};
@@ -152,14 +152,13 @@ impl App {
             worker.pool.sweep();
         }
         for change in self.router.take_trust_changes() {
-            warn!(
-                worker = %change.target.worker,
-                dp_rank = change.target.dp_rank,
-                from = %change.from,
-                to = %change.to,
-                cause = change.cause.as_deref().unwrap_or(""),
-                "trust changed"
-            );
+            let (worker, dp_rank) = (&change.target.worker, change.target.dp_rank);
+            let cause = change.cause.as_deref().unwrap_or("");
+            if change.to == TrustState::Exact {
+                info!(%worker, dp_rank, from = %change.from, to = %change.to, cause, "trust changed");
+            } else {
+                warn!(%worker, dp_rank, from = %change.from, to = %change.to, cause, "trust changed");
+            }
         }
     }
 

@@ -13,7 +13,7 @@ use std::fmt;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use kvlane::RouterConfig;
+use kvlane::{IndexMode, RouterConfig};
 use serde::{Serialize, Serializer};
 
 pub use flags::ServeArgs;
@@ -167,12 +167,13 @@ impl Config {
                 self.listen
             )));
         }
-        if let Some(model) = &self.model
-            && !model.exists()
+        if self.router.index == IndexMode::Approximate
+            && let Some(worker) = self.workers.iter().find(|worker| worker.events.is_some())
         {
-            // A missing tokenizer must not keep requests from being served: they are matched as text, and it is said once.
-            self.warnings
-                .push(format!("model {}: no such folder", model.display()));
+            self.warnings.push(format!(
+                "index is approximate, so the events of worker {:?} change nothing; set index: events to use them",
+                worker.id
+            ));
         }
         worker::check_all(&self.workers, &mut self.warnings).map_err(ConfigError)
     }

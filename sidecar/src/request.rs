@@ -383,7 +383,7 @@ impl Reader {
     }
 
     /// Says once that a tokenizer or template fails; from then on a gauge says it.
-    fn complain(&self, what: &str, why: &str) {
+    pub(crate) fn complain(&self, what: &str, why: &str) {
         self.metrics.set_degraded();
         if !self.complained.swap(true, Ordering::Relaxed) {
             warn!(

@@ -131,15 +131,22 @@ pub async fn start(mut config: Config) -> Result<ServeHandle, StartError> {
     let config = Arc::new(config);
     let proxy_listener = listen("listen", &config.listen).await?;
     let admin_listener = listen("admin", &config.admin).await?;
-    let tokenizer: Option<Arc<dyn Tokenize>> = match &config.model {
-        Some(path) => Some(tokenizer::load(path.clone()).await),
-        None => None,
+    let (tokenizer, problem): (Option<Arc<dyn Tokenize>>, _) = match &config.model {
+        Some(path) => {
+            let (tokenizer, problem) = tokenizer::load(path.clone()).await;
+            (Some(tokenizer), problem)
+        }
+        None => (None, None),
     };
     let refused = |error: kvlane::Error| StartError::Config(ConfigError(error.to_string()));
     let (accepting, stop) = (CancellationToken::new(), CancellationToken::new());
     let (connections, tasks) = (TaskTracker::new(), TaskTracker::new());
     let app =
         App::new(Arc::clone(&config), tokenizer, tasks.clone(), stop.clone()).map_err(refused)?;
+    if let Some(why) = problem {
+        app.reader
+            .complain("the model's tokenizer or template cannot be used", &why);
+    }
     for worker in &config.workers {
         app.add_worker(worker.clone()).map_err(refused)?;
     }

@@ -8,19 +8,19 @@ use serde_json::Value;
 use crate::request::Tokenize;
 use crate::tokenize::ModelTokenizer;
 
-/// Loads a model folder off the event loop.
-pub async fn load(path: PathBuf) -> Arc<dyn Tokenize> {
-    let loaded = tokio::task::spawn_blocking(move || {
-        ModelTokenizer::load(&path).map_err(|error| error.to_string())
-    })
-    .await;
-    match loaded {
-        Ok(Ok(tokenizer)) => Arc::new(Loaded(tokenizer)),
-        Ok(Err(why)) => Arc::new(Missing(why)),
-        Err(_) => Arc::new(Missing(
-            "the tokenizer could not be read because of a fault in the router".to_owned(),
-        )),
-    }
+/// Loads a model folder off the event loop; beside the tokenizer comes what is wrong with it from the start.
+pub async fn load(path: PathBuf) -> (Arc<dyn Tokenize>, Option<String>) {
+    let load = move || ModelTokenizer::load(&path).map_err(|error| error.to_string());
+    let loaded = tokio::task::spawn_blocking(load).await;
+    let why = match loaded {
+        Ok(Ok(tokenizer)) => {
+            let problem = tokenizer.template_error();
+            return (Arc::new(Loaded(tokenizer)), problem);
+        }
+        Ok(Err(why)) => why,
+        Err(_) => "the tokenizer could not be read because of a fault in the router".to_owned(),
+    };
+    (Arc::new(Missing(why.clone())), Some(why))
 }
 
 struct Loaded(ModelTokenizer);
@@ -35,7 +35,7 @@ impl Tokenize for Loaded {
     }
 }
 
-/// Stands for a tokenizer that could not be loaded; the reason comes with the first prompt that wanted it.
+/// Stands for a tokenizer that could not be loaded.
 struct Missing(String);
 
 impl Tokenize for Missing {

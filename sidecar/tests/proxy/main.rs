@@ -5,6 +5,8 @@
 
 mod admin;
 mod client;
+mod command;
+mod events;
 mod failures;
 mod forwarding;
 mod load;
