@@ -26,25 +26,31 @@ def test_a_silent_engine_is_reported_and_still_hits(
 
     prefixes = [prompts.prefix(PREFIX_BLOCKS) for _ in range(6)]
     seen: set[int] = set()
-    repeats = hits = silent_requests = 0
+    repeats = hits = silent_stores = 0
     for number, key in enumerate(prompts.shuffled(keys=len(prefixes), sends=5)):
         routed = router.complete(prefixes[key] + prompts.tokens(FRESH_TOKENS), stream=number % 2 == 1)
         assert routed.status == 200, routed
-        if routed.worker == fleet.silent.name:
-            silent_requests += 1
         if key in seen:
             repeats += 1
             hits += routed.cached_tokens == PREFIX_TOKENS
         seen.add(key)
-    assert silent_requests > GRACE_REQUESTS, silent_requests
+        silent_stores += routed.worker == fleet.silent.name and routed.cached_tokens == 0
     assert hits >= 0.9 * repeats, f"{hits} of {repeats} repeats hit"
 
+    # A repeat gives an engine nothing to announce, so only prompts that were new to it speak for its silence.
+    for _ in range(8 * GRACE_REQUESTS):
+        if silent_stores >= GRACE_REQUESTS:
+            break
+        routed = router.complete(prompts.prefix(2) + prompts.tokens(FRESH_TOKENS))
+        silent_stores += routed.worker == fleet.silent.name
+    assert silent_stores >= GRACE_REQUESTS, silent_stores
     trust = router.wait_trust(fleet.silent, "approximate", seconds=5)
     assert trust.cause, trust
     print(f"cause given for the silent engine: {trust.cause}")
     assert router.exported_states(fleet.silent) == {"approximate"}, router.metrics()
-    trusts = {r.worker: r.trust for p in prefixes for r in [router.complete(p + prompts.tokens(FRESH_TOKENS))]}
-    assert trusts == {fleet.silent.name: "approximate", fleet.w1.name: "exact"}
+    again = [router.complete(prefix + prompts.tokens(FRESH_TOKENS)) for prefix in prefixes]
+    assert sum(r.cached_tokens == PREFIX_TOKENS for r in again) >= 5, again
+    assert {r.worker: r.trust for r in again} == {fleet.silent.name: "approximate", fleet.w1.name: "exact"}, again
     # The other worker is not drawn into it.
     assert router.worker(fleet.w1).trust.state == "exact", router.workers()
     assert router.exported_states(fleet.w1) == {"exact"}, router.metrics()
