@@ -61,7 +61,7 @@ impl Detail {
         if ends.len() < words {
             ends.resize(words, 0);
         }
-        for_each_word(from, to, |word, mask| ends[word] |= mask);
+        for_each_word(from.into(), to.into(), |word, mask| ends[word] |= mask);
     }
 
     /// Marks the units that end at `from..to` as not held.
@@ -70,7 +70,7 @@ impl Detail {
             return;
         };
         let ends = &mut self.layers[at].ends;
-        for_each_word(from, to, |word, mask| {
+        for_each_word(from.into(), to.into(), |word, mask| {
             if let Some(bits) = ends.get_mut(word) {
                 *bits &= !mask;
             }
@@ -118,7 +118,7 @@ impl Detail {
     /// Counts for each tier how many of the first `blocks` blocks have it as their best one, with units of one block alone.
     pub(super) fn best_tiers(&self, blocks: u16) -> [u32; Tier::ALL.len()] {
         let mut counts = [0; Tier::ALL.len()];
-        for_each_word(0, blocks, |word, mask| {
+        for_each_word(0, blocks.into(), |word, mask| {
             let mut open = mask;
             for tier in Tier::ALL {
                 let held = open & self.unit_word(word, |layer| layer.tier == tier);
@@ -170,8 +170,7 @@ impl Layer {
 }
 
 /// Visits the 64-bit words that cover `from..to` with the mask of the bits inside it.
-fn for_each_word(from: u16, to: u16, mut visit: impl FnMut(usize, u64)) {
-    let (from, to) = (usize::from(from), usize::from(to));
+pub(super) fn for_each_word(from: usize, to: usize, mut visit: impl FnMut(usize, u64)) {
     let mut at = from;
     while at < to {
         let word = at / 64;

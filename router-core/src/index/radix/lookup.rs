@@ -1,5 +1,6 @@
 //! Looking a prompt up for every slot at once.
 
+use super::detail::{Layer, for_each_word};
 use super::holders::{Holders, Mark};
 use super::node::{Point, Run, RunId};
 use super::tree::{Tree, View};
@@ -15,8 +16,13 @@ pub(in crate::index) struct Scratch {
     /// Blocks by their best tier that one slot holds in one run, where lower tiers may be among them.
     lower: Vec<(u16, [u32; Tier::ALL.len()])>,
     path: Vec<Visit>,
-    /// Best tier of each block for one slot.
-    best: Vec<Option<Tier>>,
+    cover: Cover,
+}
+
+/// Blocks of the prompt that one slot holds, a bit each, by tier.
+#[derive(Clone, Debug, Default)]
+struct Cover {
+    tiers: [Vec<u64>; Tier::ALL.len()],
 }
 
 /// A run on the prompt's path.
@@ -61,7 +67,7 @@ impl Tree {
         scratch.coarse.sort_unstable();
         scratch.coarse.dedup();
         for &slot in &scratch.coarse {
-            let answer = self.overlap_coarse(slot, &scratch.path, &mut scratch.best);
+            let answer = self.overlap_coarse(slot, &scratch.path, &mut scratch.cover);
             *overlaps.at(Slot(slot.into())) = answer;
         }
         overlaps.scratch = scratch;
@@ -143,35 +149,83 @@ impl Tree {
         }
     }
 
-    /// Answers for one slot, block by block.
-    fn overlap_coarse(&self, slot: u16, path: &[Visit], best: &mut Vec<Option<Tier>>) -> Overlap {
-        best.clear();
+    /// Answers for one slot that holds units of several blocks: covers the blocks of each unit whose end is on the path.
+    fn overlap_coarse(&self, slot: u16, path: &[Visit], cover: &mut Cover) -> Overlap {
+        let blocks = path.last().map_or(0, Visit::end);
+        cover.begin(blocks);
         for visit in path {
-            best.resize(best.len() + usize::from(visit.matched), None);
-            let before = visit.before as usize;
             match self.view(slot, visit.run) {
                 View::Nothing => {}
                 View::Prefix(cutoff) => {
                     let blocks = usize::from(cutoff.min(visit.matched));
-                    best[before..before + blocks].fill(Some(Tier::Device));
+                    cover.add(Tier::Device, visit.begin(), visit.begin() + blocks);
                 }
                 View::Detail(detail) => {
                     for layer in detail.layers() {
-                        for offset in layer.ends(visit.matched) {
-                            let end = before + usize::from(offset) + 1;
-                            let begin = end.saturating_sub(layer.unit as usize);
-                            for block in &mut best[begin..end] {
-                                *block =
-                                    Some(block.map_or(layer.tier, |known| known.min(layer.tier)));
-                            }
-                        }
+                        cover.add_units(layer, *visit);
                     }
                 }
             }
         }
+        cover.overlap()
+    }
+}
+
+impl Visit {
+    const fn begin(&self) -> usize {
+        self.before as usize
+    }
+
+    fn end(&self) -> usize {
+        self.begin() + usize::from(self.matched)
+    }
+}
+
+impl Cover {
+    fn begin(&mut self, blocks: usize) {
+        for bits in &mut self.tiers {
+            bits.clear();
+            bits.resize(blocks.div_ceil(64), 0);
+        }
+    }
+
+    fn add(&mut self, tier: Tier, from: usize, to: usize) {
+        let bits = &mut self.tiers[tier.index()];
+        for_each_word(from, to, |word, mask| bits[word] |= mask);
+    }
+
+    /// Adds the units of a layer that end in the matched part of a run; units that touch or overlap are added at once, so
+    /// that the cost does not grow with their length.
+    fn add_units(&mut self, layer: &Layer, visit: Visit) {
+        let (mut from, mut to) = (0, 0);
+        for offset in layer.ends(visit.matched) {
+            let end = visit.begin() + usize::from(offset) + 1;
+            let begin = end.saturating_sub(layer.unit as usize);
+            if begin > to {
+                self.add(layer.tier, from, to);
+                from = begin;
+            }
+            to = end;
+            from = from.min(begin);
+        }
+        self.add(layer.tier, from, to);
+    }
+
+    /// Counts the unbroken blocks from the first on, each at its best tier.
+    fn overlap(&self) -> Overlap {
         let mut overlap = Overlap::default();
-        for tier in best.iter().map_while(|tier| *tier) {
-            overlap.add(tier, 1);
+        for word in 0..self.tiers[0].len() {
+            let union = self.tiers.iter().fold(0, |union, bits| union | bits[word]);
+            let blocks = union.trailing_ones();
+            let mut open = u64::MAX.checked_shr(64 - blocks).unwrap_or(0);
+            for tier in Tier::ALL {
+                let held = open & self.tiers[tier.index()][word];
+                overlap.add(tier, held.count_ones());
+                open &= !held;
+            }
+            if blocks < 64 {
+                break;
+            }
         }
         overlap
     }

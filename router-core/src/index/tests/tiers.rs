@@ -144,3 +144,28 @@ fn a_unit_may_begin_at_any_block() {
         assert_eq!(f.blocks(W1, &t(0, 16)), 1);
     });
 }
+
+#[test]
+fn long_prompts_are_told_apart_by_tier_and_unit() {
+    on_every_index(|f| {
+        // 160 blocks on the host, the first 70 of them on the device too.
+        let keys: Vec<u64> = (0..160).collect();
+        f.store(W1, None, &keys[..70], &t(0, 280));
+        f.tier = Tier::Host;
+        f.store(W1, None, &keys, &t(0, 640));
+        // 40 units of 4 blocks; the one of blocks 80 to 83 goes.
+        f.unit = 4;
+        f.store(W2, None, &keys[..40], &t(0, 640));
+        f.remove(W2, &[20]);
+        for asked in [1, 4, 63, 64, 65, 69, 70, 71, 79, 80, 84, 127, 128, 129, 160] {
+            let prompt = t(0, asked * 4);
+            let expected = Overlap {
+                device: asked.min(70),
+                host: asked.saturating_sub(70),
+                ..Overlap::default()
+            };
+            assert_eq!(f.overlap(W1, &prompt), expected);
+            assert_eq!(f.overlap(W2, &prompt).host, (asked / 4 * 4).min(80));
+        }
+    });
+}
