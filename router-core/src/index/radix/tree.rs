@@ -184,6 +184,7 @@ impl Tree {
             let Some(run) = self.run_mut(span.run) else {
                 continue;
             };
+            let at_end = span.to == run.len();
             match run.holders.mark(slot) {
                 None => {}
                 Some(mark)
@@ -197,7 +198,10 @@ impl Tree {
                     detail.unset(span.tier, span.unit, span.from, span.to);
                 }),
             }
-            self.trim(span.run);
+            // A last block that the slot did not hold is needed by somebody else.
+            if at_end {
+                self.trim(span.run);
+            }
         }
     }
 
@@ -205,13 +209,19 @@ impl Tree {
     pub(super) fn unhold_all(&mut self, slot: u16, runs: impl Iterator<Item = RunId>) {
         let slots = self.slots;
         for id in runs {
+            let Some(run) = self.run(id) else { continue };
+            let held = run.holders.mark(slot);
+            let held = held.map_or(0, |mark| self.held_blocks(id, slot, mark));
+            let at_end = held == run.len();
             if let Some(detail) = self.details.remove(&(id, slot)) {
                 self.coarse -= usize::from(detail.is_coarse());
             }
             if let Some(run) = self.run_mut(id) {
                 run.holders.set(slot, None, slots);
             }
-            self.trim(id);
+            if at_end {
+                self.trim(id);
+            }
         }
         shrink(&mut self.details);
     }
