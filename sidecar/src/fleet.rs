@@ -52,6 +52,17 @@ struct Health {
     lifeline: CancellationToken,
 }
 
+/// What a health probe found.
+#[derive(Debug)]
+pub(crate) enum Probe {
+    /// It works.
+    Healthy,
+    /// It answers that it does not.
+    Unwell(String),
+    /// It does not answer: whoever waits for it should wait no longer.
+    Gone(String),
+}
+
 /// A model that a worker serves.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Model {
@@ -206,25 +217,31 @@ impl Worker {
         self.change_breaker(|breaker| breaker.tick(now));
     }
 
-    /// Takes in the result of a health probe; `why` stands in the log line of a change.
-    pub(crate) fn probed(&self, healthy: bool, why: &str) {
+    /// Takes in the result of a health probe.
+    pub(crate) fn probed(&self, probe: &Probe) {
+        let healthy = matches!(probe, Probe::Healthy);
         let changed = {
             let mut health = self.health.lock();
             let changed = health.healthy != Some(healthy);
             health.healthy = Some(healthy);
-            if healthy && health.lifeline.is_cancelled() && !self.removed.is_cancelled() {
-                health.lifeline = self.removed.child_token();
-            }
-            if !healthy && changed {
-                health.lifeline.cancel();
+            match probe {
+                // A worker that answers, if only to say that it is not well, may still finish what it has.
+                Probe::Unwell(_) => {}
+                Probe::Gone(_) => health.lifeline.cancel(),
+                Probe::Healthy if health.lifeline.is_cancelled() => {
+                    health.lifeline = self.removed.child_token();
+                }
+                Probe::Healthy => {}
             }
             changed
         };
-        if changed && healthy {
-            info!(worker = self.id(), "worker is healthy");
-        } else if changed {
-            warn!(worker = self.id(), cause = why, "worker is not healthy");
-            self.pool.close_idle();
+        match probe {
+            Probe::Healthy if changed => info!(worker = self.id(), "worker is healthy"),
+            Probe::Unwell(why) | Probe::Gone(why) if changed => {
+                warn!(worker = self.id(), cause = why, "worker is not healthy");
+                self.pool.close_idle();
+            }
+            _ => {}
         }
         self.publish();
     }

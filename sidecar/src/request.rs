@@ -183,8 +183,9 @@ impl Reader {
 
     /// Tells whether reading a body of that size is too much work for the event loop.
     ///
-    /// In text mode a hop to another thread costs as much as reading some 64 KB (bench `sidecar`); tokenizing costs far
-    /// more than a hop from the first sentence on.
+    /// In text mode reading takes about 1 µs a KB in a release build (from the CPU time of the whole proxy: 0.055 ms a
+    /// request of 7.5 KB, 0.30 ms at 177 KB), so below 64 KB the loop is held for less than a hop to another thread and
+    /// back costs when cores are busy. Tokenizing costs more than a hop from the first sentence on.
     #[must_use]
     pub fn is_heavy(&self, endpoint: Endpoint, body_bytes: usize) -> bool {
         const HOP_PAYS_FROM: usize = 64 << 10;

@@ -13,7 +13,7 @@ use serde::Deserialize;
 use tracing::debug;
 
 use crate::config::{Config, seconds};
-use crate::fleet::{Fleet, Model, Worker};
+use crate::fleet::{Fleet, Model, Probe, Worker};
 use crate::proxy::upstream::UpstreamError;
 
 mod exposition;
@@ -50,23 +50,23 @@ async fn probe_loop(worker: &Arc<Worker>, fleet: &Fleet, interval: Duration) {
             // An engine without the route lives as well as one that answers it.
             Ok((status, _)) if status.is_success() || status == StatusCode::NOT_FOUND => {
                 timeouts = 0;
-                worker.probed(true, "");
+                worker.probed(&Probe::Healthy);
             }
             Ok((status, _)) => {
                 worker.metrics.health_failures.inc();
-                worker.probed(false, &format!("/health answered {status}"));
+                worker.probed(&Probe::Unwell(format!("/health answered {status}")));
             }
             Err(FetchError::Timeout) if progress != before => timeouts = 0,
             Err(FetchError::Timeout) => {
                 timeouts += 1;
                 worker.metrics.health_failures.inc();
                 if timeouts >= TIMEOUTS_UNTIL_DOWN {
-                    worker.probed(false, "/health did not answer");
+                    worker.probed(&Probe::Gone("/health did not answer".to_owned()));
                 }
             }
             Err(error) => {
                 worker.metrics.health_failures.inc();
-                worker.probed(false, &format!("/health: {error}"));
+                worker.probed(&Probe::Gone(format!("/health: {error}")));
             }
         }
         let is_healthy = worker.healthy() == Some(true);
@@ -75,10 +75,18 @@ async fn probe_loop(worker: &Arc<Worker>, fleet: &Fleet, interval: Duration) {
             models_at = Some(Instant::now());
             learn_models(worker, fleet).await;
         }
-        tokio::time::sleep(jittered(interval)).await;
+        // One that is down is asked more often, so that it is missed no longer than needed.
+        let pause = if is_healthy {
+            interval
+        } else {
+            interval.min(WHILE_DOWN)
+        };
+        tokio::time::sleep(jittered(pause)).await;
     }
 }
 
+/// Longest pause between two probes of a worker that is down.
+const WHILE_DOWN: Duration = Duration::from_millis(500);
 /// Shortest time that a probe is given.
 const MIN_PROBE_TIMEOUT: Duration = Duration::from_secs(2);
 const SMALL: usize = 64 << 10;

@@ -59,10 +59,13 @@ pub(crate) async fn metric(handle: &ServeHandle, series: &str) -> f64 {
 pub(crate) async fn sum(handle: &ServeHandle, field: &str) -> f64 {
     let list = admin(handle, "GET", "/v1/workers", "").await.json();
     let workers = list["workers"].as_array().unwrap();
-    workers
-        .iter()
-        .map(|worker| worker[field].as_f64().unwrap())
-        .sum()
+    workers.iter().map(|worker| number(worker, field)).sum()
+}
+
+/// A field's number; 0 while it is not known yet.
+fn number(worker: &serde_json::Value, field: &str) -> f64 {
+    let value = worker.get(field).expect("a known field");
+    value.as_f64().unwrap_or(0.0)
 }
 
 /// Waits up to 3 seconds until the condition holds.
