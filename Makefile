@@ -17,12 +17,13 @@ test: ## Runs every check and counts the tests (STEPS="lint core")
 test-engines: ## Tests against real vLLM servers, installed on the first run
 	@KVLANE_ENGINES=1 scripts/test.sh engines
 
-bench: ## Runs the benches (ARGS="--bench NAME")
-	cargo bench -p kvlane-benches $(ARGS)
+bench: ## Measures beside the peers, into benches/RESULTS.md (QUICK=1 JSON=out.json: smaller, JSON alone)
+	@scripts/bench.sh $(ARGS)
 
 fmt: ## Formats the sources
 	cargo fmt --all
 	cargo fmt --manifest-path fuzz/Cargo.toml
+	cargo fmt --manifest-path benches/Cargo.toml
 
 fuzz: ## Fuzzes every target (SECONDS=60)
 	@scripts/fuzz.sh $(SECONDS)

@@ -12,7 +12,7 @@
 #   FUZZ_SECONDS    seconds for each fuzz target (10)
 . "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 
-steps=(format lint core workspace docs python node fuzz scenarios engines)
+steps=(format lint core workspace benches docs python node fuzz scenarios engines)
 logs=$target/test-logs
 step_names=() step_seconds=() step_counts=()
 passed=0 failed=0 skipped=0
@@ -40,11 +40,13 @@ main() {
 step_format() {
   cargo fmt --all --check
   cargo fmt --manifest-path fuzz/Cargo.toml --check
+  cargo fmt --manifest-path benches/Cargo.toml --check
 }
 
 step_lint() {
   cargo clippy --workspace --all-targets -- -D warnings
   cargo clippy --manifest-path fuzz/Cargo.toml --target-dir "$target/fuzz" --no-default-features -- -D warnings
+  cargo clippy --manifest-path benches/Cargo.toml --target-dir "$target/benches" --no-default-features --all-targets -- -D warnings
 }
 
 # Alone and without features, as someone who embeds it builds it.
@@ -55,6 +57,11 @@ step_core() {
 # Everything but the bindings in one build: the core with `zmq`, the sidecar, the scenarios and the examples.
 step_workspace() {
   cargo test
+}
+
+# Without the peers: that the workload and the comparison do what they say.
+step_benches() {
+  cargo test --manifest-path benches/Cargo.toml --target-dir "$target/benches" --no-default-features
 }
 
 step_docs() {

@@ -1,0 +1,7 @@
+//! Measures in timed runs, and drives whole runs.
+
+use std::process::ExitCode;
+
+fn main() -> ExitCode {
+    kvlane_benches::driver::main()
+}
