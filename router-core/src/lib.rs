@@ -50,3 +50,8 @@ pub use router::{
 };
 pub use trust::{TrustChange, TrustState};
 pub use worker::{RankTrust, TrustInfo, WorkerInfo, WorkerSpec};
+
+/// The examples of the README, as tests.
+#[cfg(doctest)]
+#[doc = include_str!("../../README.md")]
+struct Readme;
