@@ -3,6 +3,7 @@
 pub mod admin;
 pub mod app;
 pub mod config;
+pub mod demo;
 pub mod engine;
 pub mod events;
 pub mod fleet;

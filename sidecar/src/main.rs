@@ -4,7 +4,7 @@ use std::io::IsTerminal;
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
-use kvlane_sidecar::{engine, serve};
+use kvlane_sidecar::{demo, engine, serve};
 use tracing_subscriber::EnvFilter;
 
 #[derive(Parser)]
@@ -22,13 +22,21 @@ struct Cli {
 enum Command {
     /// Runs the OpenAI-compatible proxy in front of workers
     Serve(Box<serve::ServeArgs>),
+    /// Plays the measured story on embedded engines and prints the hit table
+    Demo(demo::DemoArgs),
     /// Runs a simulated vLLM with finite KV, KV events and metrics
     Engine(engine::EngineArgs),
 }
 
 fn main() -> ExitCode {
     let cli = Cli::parse();
-    let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new("info"));
+    // The demo's table is its output; what its workers and proxies say on the way is not.
+    let level = if matches!(cli.command, Command::Demo(_)) {
+        "error"
+    } else {
+        "info"
+    };
+    let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new(level));
     tracing_subscriber::fmt()
         .with_env_filter(filter)
         .with_ansi(std::io::stderr().is_terminal())
@@ -43,6 +51,9 @@ fn main() -> ExitCode {
         })
         .and_then(|runtime| match cli.command {
             Command::Serve(args) => Ok(runtime.block_on(serve::run(*args))),
+            Command::Demo(args) => runtime
+                .block_on(demo::run(args))
+                .map(|()| ExitCode::SUCCESS),
             Command::Engine(args) => runtime
                 .block_on(engine::run(args))
                 .map(|()| ExitCode::SUCCESS),

@@ -66,12 +66,18 @@ impl DemoArgs {
 
     pub(super) fn validate(&self) -> Result<()> {
         if self.seeds == 0 {
-            return Err(Error::new(ErrorKind::Config, "--seeds 0 is out of range: 1 to 255 are accepted"));
+            return Err(Error::new(
+                ErrorKind::Config,
+                "--seeds 0 is out of range: 1 to 255 are accepted",
+            ));
         }
         if !(0.1..=100.0).contains(&self.speed) {
             return Err(Error::new(
                 ErrorKind::Config,
-                format!("--speed {} is out of range: 0.1 to 100 is accepted", self.speed),
+                format!(
+                    "--speed {} is out of range: 0.1 to 100 is accepted",
+                    self.speed
+                ),
             ));
         }
         Ok(())

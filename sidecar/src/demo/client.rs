@@ -33,7 +33,10 @@ pub(super) struct Client {
 
 impl Client {
     pub(super) const fn new(address: SocketAddr) -> Self {
-        Self { address, connection: None }
+        Self {
+            address,
+            connection: None,
+        }
     }
 
     /// Sends a streamed completion and reads it to its end.
@@ -50,10 +53,17 @@ impl Client {
             }
         }
         let text = String::from_utf8_lossy(&text);
-        let cached_tokens = cached_tokens(&text).filter(|_| status == 200).ok_or_else(|| {
-            unexpected(format!("a completion was answered {status} without usage: {text}"))
-        })?;
-        Ok(Answer { ttft: ttft.unwrap_or_else(|| started.elapsed()), cached_tokens })
+        let cached_tokens = cached_tokens(&text)
+            .filter(|_| status == 200)
+            .ok_or_else(|| {
+                unexpected(format!(
+                    "a completion was answered {status} without usage: {text}"
+                ))
+            })?;
+        Ok(Answer {
+            ttft: ttft.unwrap_or_else(|| started.elapsed()),
+            cached_tokens,
+        })
     }
 
     /// Sends a request and returns the time until the whole answer was there.
@@ -76,8 +86,16 @@ impl Client {
         Ok(status)
     }
 
-    async fn send(&mut self, method: Method, path: &str, body: &[u8]) -> Result<Response<Incoming>> {
-        let usable = self.connection.as_ref().is_some_and(|connection| !connection.is_closed());
+    async fn send(
+        &mut self,
+        method: Method,
+        path: &str,
+        body: &[u8],
+    ) -> Result<Response<Incoming>> {
+        let usable = self
+            .connection
+            .as_ref()
+            .is_some_and(|connection| !connection.is_closed());
         if !usable {
             self.connection = Some(connect(self.address).await?);
         }
@@ -101,8 +119,9 @@ async fn connect(address: SocketAddr) -> Result<SendRequest<Full<Bytes>>> {
         .await
         .map_err(|error| unexpected(format!("{address}: {error}")))?;
     stream.set_nodelay(true).map_err(unexpected)?;
-    let (sender, connection) =
-        hyper::client::conn::http1::handshake(TokioIo::new(stream)).await.map_err(unexpected)?;
+    let (sender, connection) = hyper::client::conn::http1::handshake(TokioIo::new(stream))
+        .await
+        .map_err(unexpected)?;
     // Ends by itself when the sender is dropped.
     tokio::spawn(connection);
     Ok(sender)

@@ -84,7 +84,9 @@ async fn run_once(
     let workload = Workload::new(seed);
     let mut hits = 0;
     for request in workload.requests() {
-        let answer = client.stream(&request.body(engines[0].model_name())).await?;
+        let answer = client
+            .stream(&request.body(engines[0].model_name()))
+            .await?;
         // Times are the engine's own: wall time, expanded by what the engine's clock was compressed.
         report.add_ttft(request.repeat, answer.ttft.mul_f64(speed));
         hits += u32::from(request.repeat && is_hit(&answer));
@@ -104,21 +106,31 @@ fn is_hit(answer: &Answer) -> bool {
 }
 
 async fn start_engine(policy: DemoPolicy, speed: f64) -> Result<EngineHandle> {
-    let mut config = EngineConfig { kv_blocks: KV_BLOCKS, speed, ..EngineConfig::ephemeral() };
+    let mut config = EngineConfig {
+        kv_blocks: KV_BLOCKS,
+        speed,
+        ..EngineConfig::ephemeral()
+    };
     if let Some(events) = &mut config.events {
         events.silent = policy == DemoPolicy::KvEventsMissing;
     }
     Engine::start(config).await
 }
 
-async fn start_proxy(policy: DemoPolicy, seed: u64, engines: &[EngineHandle]) -> Result<ServeHandle> {
+async fn start_proxy(
+    policy: DemoPolicy,
+    seed: u64,
+    engines: &[EngineHandle],
+) -> Result<ServeHandle> {
     let mut config = Config {
         listen: HostPort::new("127.0.0.1", 0),
         admin: HostPort::new("127.0.0.1", 0),
         policy: match policy {
             DemoPolicy::RoundRobin => PolicyKind::RoundRobin,
             DemoPolicy::Random => PolicyKind::Random,
-            DemoPolicy::KvApproximate | DemoPolicy::KvEventsMissing | DemoPolicy::KvEvents => PolicyKind::Kv,
+            DemoPolicy::KvApproximate | DemoPolicy::KvEventsMissing | DemoPolicy::KvEvents => {
+                PolicyKind::Kv
+            }
         },
         scrape_interval_seconds: 0.2,
         ..Config::default()
@@ -153,9 +165,15 @@ async fn ready(admin: SocketAddr) -> Result<()> {
 
 fn progress_bar(requests: usize, json: bool) -> ProgressBar {
     let shown = std::io::stderr().is_terminal() && !json;
-    let target = if shown { ProgressDrawTarget::stderr() } else { ProgressDrawTarget::hidden() };
+    let target = if shown {
+        ProgressDrawTarget::stderr()
+    } else {
+        ProgressDrawTarget::hidden()
+    };
     let bar = ProgressBar::with_draw_target(Some(requests as u64), target);
-    if let Ok(style) = ProgressStyle::with_template("{bar:40} {pos}/{len} requests  {elapsed}  {msg}") {
+    if let Ok(style) =
+        ProgressStyle::with_template("{bar:40} {pos}/{len} requests  {elapsed}  {msg}")
+    {
         bar.set_style(style);
     }
     bar

@@ -19,11 +19,17 @@ const WARM_UP: usize = 50;
 /// Sends the same 7.5 KB chat alternately to an engine and through the router in front of it, one at a time, and returns
 /// the difference of the medians in milliseconds. The engine's own time is compressed to almost nothing.
 pub(super) async fn measure() -> Result<f64> {
-    let engine = Engine::start(EngineConfig { speed: 100.0, ..EngineConfig::ephemeral() }).await?;
+    let engine = Engine::start(EngineConfig {
+        speed: 100.0,
+        ..EngineConfig::ephemeral()
+    })
+    .await?;
     let engines = [engine];
     let proxy = start_proxy(DemoPolicy::KvEvents, 1, &engines).await?;
     super::ready(proxy.admin_addr).await?;
-    let words: Vec<String> = (0..1_100).map(|word| format!("w{}", 3_000 + word)).collect();
+    let words: Vec<String> = (0..1_100)
+        .map(|word| format!("w{}", 3_000 + word))
+        .collect();
     let body = json!({
         "model": engines[0].model_name(),
         "messages": [{"role": "user", "content": words.join(" ")}],
@@ -51,5 +57,7 @@ pub(super) async fn measure() -> Result<f64> {
 /// Median in seconds.
 fn median(mut times: Vec<Duration>) -> f64 {
     times.sort_unstable();
-    times.get(times.len() / 2).map_or(0.0, Duration::as_secs_f64)
+    times
+        .get(times.len() / 2)
+        .map_or(0.0, Duration::as_secs_f64)
 }

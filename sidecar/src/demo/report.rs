@@ -52,14 +52,21 @@ impl PolicyReport {
     pub(super) fn add_ttft(&mut self, repeat: bool, ttft: Duration) {
         let count = &mut self.counts[usize::from(repeat)];
         *count += 1;
-        let mean = if repeat { &mut self.ttft_ms_repeat_mean } else { &mut self.ttft_ms_first_mean };
+        let mean = if repeat {
+            &mut self.ttft_ms_repeat_mean
+        } else {
+            &mut self.ttft_ms_first_mean
+        };
         *mean += (ttft.as_secs_f64() * 1_000.0 - *mean) / f64::from(*count);
     }
 }
 
 impl Report {
     pub(super) const fn new(policies: Vec<PolicyReport>, router_overhead_ms_p50: f64) -> Self {
-        Self { policies, router_overhead_ms_p50 }
+        Self {
+            policies,
+            router_overhead_ms_p50,
+        }
     }
 
     /// Prints the report on standard output, as a table or as one JSON object.
@@ -69,7 +76,10 @@ impl Report {
         } else {
             self.table()
         };
-        std::io::stdout().lock().write_all(text.as_bytes()).map_err(unexpected)
+        std::io::stdout()
+            .lock()
+            .write_all(text.as_bytes())
+            .map_err(unexpected)
     }
 
     fn table(&self) -> String {
@@ -79,7 +89,11 @@ impl Report {
             "policy", "hits of 60 repeats", "TTFT repeat", "TTFT first"
         );
         for policy in &self.policies {
-            let hits: Vec<String> = policy.hits.iter().map(|hits| format!("{hits:>2}")).collect();
+            let hits: Vec<String> = policy
+                .hits
+                .iter()
+                .map(|hits| format!("{hits:>2}"))
+                .collect();
             let _ = writeln!(
                 table,
                 "{:<20} {:<18} {:>11.1} ms {:>11.1} ms",

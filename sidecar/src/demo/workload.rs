@@ -29,20 +29,23 @@ impl Workload {
     pub(super) const REPEATS: usize = Self::REQUESTS - Self::PREFIXES;
     /// Tokens in the complete blocks of the shared part: 1,472 of 1,476.
     #[expect(clippy::cast_possible_truncation, reason = "a small constant")]
-    pub(super) const SHARED_BLOCK_TOKENS: u32 =
-        ((Self::PROMPT_TOKENS - Self::FRESH_TOKENS) / Self::BLOCK_TOKENS * Self::BLOCK_TOKENS) as u32;
+    pub(super) const SHARED_BLOCK_TOKENS: u32 = ((Self::PROMPT_TOKENS - Self::FRESH_TOKENS)
+        / Self::BLOCK_TOKENS
+        * Self::BLOCK_TOKENS) as u32;
 
     pub(super) fn new(seed: u64) -> Self {
         let mut rng = Rng::with_seed(seed);
-        let mut random_tokens = |count: usize| -> Vec<u32> {
-            (0..count).map(|_| rng.u32(1_000..100_000)).collect()
-        };
+        let mut random_tokens =
+            |count: usize| -> Vec<u32> { (0..count).map(|_| rng.u32(1_000..100_000)).collect() };
         let prefixes: Vec<Vec<u32>> = (0..Self::PREFIXES)
             .map(|_| random_tokens(Self::PROMPT_TOKENS - Self::FRESH_TOKENS))
             .collect();
-        let tails: Vec<Vec<u32>> =
-            (0..Self::REQUESTS).map(|_| random_tokens(Self::FRESH_TOKENS)).collect();
-        let mut order: Vec<usize> = (0..Self::REQUESTS).map(|send| send % Self::PREFIXES).collect();
+        let tails: Vec<Vec<u32>> = (0..Self::REQUESTS)
+            .map(|_| random_tokens(Self::FRESH_TOKENS))
+            .collect();
+        let mut order: Vec<usize> = (0..Self::REQUESTS)
+            .map(|send| send % Self::PREFIXES)
+            .collect();
         rng.shuffle(&mut order);
         let mut seen = [false; Self::PREFIXES];
         let requests = order
@@ -82,17 +85,33 @@ mod tests {
     #[test]
     fn a_play_has_sixty_repeats_of_twelve_prefixes() {
         let workload = Workload::new(1);
-        let repeats = workload.requests().iter().filter(|request| request.repeat).count();
-        assert_eq!((workload.requests().len(), repeats, Workload::REPEATS), (72, 60, 60));
+        let repeats = workload
+            .requests()
+            .iter()
+            .filter(|request| request.repeat)
+            .count();
+        assert_eq!(
+            (workload.requests().len(), repeats, Workload::REPEATS),
+            (72, 60, 60)
+        );
         assert_eq!(Workload::SHARED_BLOCK_TOKENS, 1_472);
-        assert!(workload.requests().iter().all(|request| request.tokens.len() == 1_500));
+        assert!(
+            workload
+                .requests()
+                .iter()
+                .all(|request| request.tokens.len() == 1_500)
+        );
     }
 
     #[test]
     fn seeds_decide_the_order() {
         let tokens = |seed| {
             let workload = Workload::new(seed);
-            workload.requests().iter().map(|request| request.tokens.clone()).collect::<Vec<_>>()
+            workload
+                .requests()
+                .iter()
+                .map(|request| request.tokens.clone())
+                .collect::<Vec<_>>()
         };
         assert_eq!(tokens(1), tokens(1));
         assert_ne!(tokens(1), tokens(2));
