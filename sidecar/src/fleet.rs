@@ -39,6 +39,8 @@ pub struct Worker {
     models: RwLock<Arc<Vec<Model>>>,
     host_header: HeaderValue,
     removed: CancellationToken,
+    /// When the engine's process began, as its metrics say.
+    born: Mutex<Option<f64>>,
 }
 
 /// What is known of a worker's health.
@@ -104,6 +106,7 @@ impl Worker {
             host_header: HeaderValue::from_str(&config.url.address().to_string())
                 .unwrap_or(HeaderValue::from_static("worker")),
             removed,
+            born: Mutex::new(None),
             config,
         }
     }
@@ -244,6 +247,24 @@ impl Worker {
             _ => {}
         }
         self.publish();
+    }
+
+    /// Takes note that nothing listens any more: the process ended, and with it its cache.
+    pub(crate) fn process_ended(&self) {
+        let _ = self.router.forget_placements(self.id());
+    }
+
+    /// Takes note of when the engine's process began. Another time than before is another process with an empty cache;
+    /// its events say so too, but a worker without events is routed by own placements, which only this clears.
+    pub(crate) fn noted_birth(&self, born: f64) {
+        let before = self.born.lock().replace(born);
+        if before.is_some_and(|before| before.to_bits() != born.to_bits()) {
+            info!(
+                worker = self.id(),
+                "the engine's process restarted: own placements are forgotten"
+            );
+            self.process_ended();
+        }
     }
 
     pub(crate) fn count_progress(&self) {

@@ -89,7 +89,7 @@ pub trait Tokenize: Send + Sync {
     ///
     /// # Errors
     /// Says why it cannot.
-    fn encode_text(&self, text: &str) -> Result<Vec<u32>, String>;
+    fn encode_text(&self, text: &str, add_special_tokens: bool) -> Result<Vec<u32>, String>;
 
     /// Renders the body of a chat request with the model's template and encodes it.
     ///
@@ -122,6 +122,8 @@ pub struct Reading {
     pub handoff_field: Option<String>,
     /// How the prompt was understood.
     pub mode: Mode,
+    /// The engine's cached tokens can be held against the prompt.
+    pub audited: bool,
 }
 
 /// How a prompt was understood.
@@ -238,6 +240,7 @@ impl Reader {
             only: entry.and_then(|entry| entry.only.clone()),
             handoff_field,
             mode: found.mode,
+            audited: found.audited && fields.is_audited(),
             body: rewritten.unwrap_or(body),
         }
     }
@@ -252,6 +255,7 @@ impl Reader {
             only: None,
             handoff_field: None,
             mode: Mode::Load,
+            audited: false,
         }
     }
 
@@ -260,6 +264,7 @@ impl Reader {
             prompt: Prompt::from_tokens(&[], self.block_size, &SaltContext::default()),
             extra_blocks: 0,
             mode: Mode::Load,
+            audited: false,
         }
     }
 
@@ -274,23 +279,21 @@ impl Reader {
             Endpoint::Chat => fields
                 .messages
                 .and_then(|raw| self.chat(fields, raw, body, salt)),
-            Endpoint::Completions => fields.prompt.and_then(|raw| self.plain(raw, salt)),
-            Endpoint::Embeddings => {
-                fields
-                    .input
-                    .and_then(|raw| self.plain(raw, salt))
-                    .or_else(|| {
-                        fields
-                            .messages
-                            .and_then(|raw| self.chat(fields, raw, body, salt))
-                    })
-            }
+            Endpoint::Completions => fields.prompt.and_then(|raw| self.plain(fields, raw, salt)),
+            Endpoint::Embeddings => fields
+                .input
+                .and_then(|raw| self.plain(fields, raw, salt))
+                .or_else(|| {
+                    fields
+                        .messages
+                        .and_then(|raw| self.chat(fields, raw, body, salt))
+                }),
             Endpoint::Generate => fields
                 .token_ids
                 .or(fields.input_ids)
                 .or(fields.prompt)
                 .or(fields.text)
-                .and_then(|raw| self.plain(raw, salt)),
+                .and_then(|raw| self.plain(fields, raw, salt)),
             Endpoint::Responses => fields.input.and_then(|raw| self.as_text(fields, raw, salt)),
             Endpoint::Messages => fields
                 .messages
@@ -301,9 +304,10 @@ impl Reader {
     }
 
     /// Reads a prompt that is a text, token ids, or a list of either.
-    fn plain(&self, raw: &RawValue, salt: &SaltContext<'_>) -> Option<Found> {
+    fn plain(&self, fields: &Fields<'_>, raw: &RawValue, salt: &SaltContext<'_>) -> Option<Found> {
+        let special = fields.adds_special_tokens();
         if raw.get().starts_with('"') {
-            return text_of(raw).map(|text| self.one_text(&text, salt));
+            return text_of(raw).map(|text| self.one_text(&text, special, salt));
         }
         if let Ok(tokens) = serde_json::from_str::<Vec<u32>>(raw.get()) {
             return Some(self.one_list(&tokens, salt));
@@ -311,11 +315,13 @@ impl Reader {
         let batch: Vec<&RawValue> = serde_json::from_str(raw.get()).ok()?;
         let (first, rest) = batch.split_first()?;
         let mut found = match first.get().as_bytes().first()? {
-            b'"' => self.one_text(&text_of(first)?, salt),
+            b'"' => self.one_text(&text_of(first)?, special, salt),
             _ => self.one_list(&serde_json::from_str::<Vec<u32>>(first.get()).ok()?, salt),
         };
         let extra: usize = rest.iter().map(|raw| self.estimated_blocks(raw)).sum();
         found.extra_blocks = u32::try_from(extra).unwrap_or(u32::MAX);
+        // Of several prompts an engine reports one.
+        found.audited = rest.is_empty();
         Some(found)
     }
 
@@ -335,12 +341,13 @@ impl Reader {
             prompt: Prompt::from_tokens(tokens, self.block_size, salt),
             extra_blocks: 0,
             mode: Mode::Tokens,
+            audited: true,
         }
     }
 
-    fn one_text(&self, text: &str, salt: &SaltContext<'_>) -> Found {
+    fn one_text(&self, text: &str, special: bool, salt: &SaltContext<'_>) -> Found {
         if let Some(tokenizer) = &self.tokenizer {
-            match tokenizer.encode_text(text) {
+            match tokenizer.encode_text(text, special) {
                 Ok(tokens) => return self.one_list(&tokens, salt),
                 Err(why) => self.complain("prompt could not be tokenized", &why),
             }
@@ -377,7 +384,7 @@ impl Reader {
         salt: &SaltContext<'_>,
     ) -> Option<Found> {
         if raw.get().starts_with('"') && fields.instructions.is_none() {
-            return self.plain(raw, salt);
+            return self.plain(fields, raw, salt);
         }
         let hashes = messages::hashes(fields, raw, salt)?;
         Some(Found::text(Prompt::from_text(hashes)))
@@ -402,6 +409,7 @@ struct Found {
     prompt: Prompt,
     extra_blocks: u32,
     mode: Mode,
+    audited: bool,
 }
 
 impl Found {
@@ -410,6 +418,7 @@ impl Found {
             prompt,
             extra_blocks: 0,
             mode: Mode::Text,
+            audited: true,
         }
     }
 }

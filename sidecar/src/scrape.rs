@@ -66,6 +66,10 @@ async fn probe_loop(worker: &Arc<Worker>, fleet: &Fleet, interval: Duration) {
             }
             Err(error) => {
                 worker.metrics.health_failures.inc();
+                if matches!(error, FetchError::Transport(UpstreamError::Connect(_))) && was_healthy
+                {
+                    worker.process_ended();
+                }
                 worker.probed(&Probe::Gone(format!("/health: {error}")));
             }
         }
@@ -140,6 +144,9 @@ fn apply(worker: &Worker, router: &Router, report: &EngineReport) {
     let now = Instant::now();
     let id = worker.id();
     // The worker may be removed at any moment; then nobody wants to know.
+    if let Some(born) = report.born {
+        worker.noted_birth(born);
+    }
     let ranks_are_told_apart = report.loads.len() > 1 && worker.config.dp_ranks > 1;
     if ranks_are_told_apart {
         for (dp_rank, load) in &report.loads {

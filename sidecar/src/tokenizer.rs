@@ -26,8 +26,10 @@ pub async fn load(path: PathBuf) -> (Arc<dyn Tokenize>, Option<String>) {
 struct Loaded(ModelTokenizer);
 
 impl Tokenize for Loaded {
-    fn encode_text(&self, text: &str) -> Result<Vec<u32>, String> {
-        self.0.encode_text(text).map_err(|error| error.to_string())
+    fn encode_text(&self, text: &str, add_special_tokens: bool) -> Result<Vec<u32>, String> {
+        self.0
+            .encode(text, add_special_tokens)
+            .map_err(|error| error.to_string())
     }
 
     fn encode_chat(&self, body: &Value) -> Result<Vec<u32>, String> {
@@ -39,7 +41,7 @@ impl Tokenize for Loaded {
 struct Missing(String);
 
 impl Tokenize for Missing {
-    fn encode_text(&self, _text: &str) -> Result<Vec<u32>, String> {
+    fn encode_text(&self, _text: &str, _add_special_tokens: bool) -> Result<Vec<u32>, String> {
         Err(self.0.clone())
     }
 

@@ -108,10 +108,38 @@ fn serve(ports: [Ports; 2], extra: &[&str]) -> (Process, u16, u16) {
     ];
     arguments.extend_from_slice(extra);
     let proxy = Process::start(&arguments);
+    ready(admin);
+    (proxy, listen, admin)
+}
+
+/// A proxy that is not told of any events.
+fn serve_plain(ports: [Ports; 2]) -> (Process, u16, u16) {
+    let (listen, admin) = (free_port(), free_port());
+    let (listen_at, admin_at) = (format!("127.0.0.1:{listen}"), format!("127.0.0.1:{admin}"));
+    let worker = |id: &str, ports: Ports| format!("id={id},url=http://127.0.0.1:{}", ports.http);
+    let (w1, w2) = (worker("w1", ports[0]), worker("w2", ports[1]));
+    let proxy = Process::start(&[
+        "serve",
+        "--listen",
+        &listen_at,
+        "--admin",
+        &admin_at,
+        "--debug-headers",
+        "--index",
+        "approximate",
+        "--worker",
+        &w1,
+        "--worker",
+        &w2,
+    ]);
+    ready(admin);
+    (proxy, listen, admin)
+}
+
+fn ready(admin: u16) {
     eventually("the proxy is ready", || {
         request(admin, "GET", "/readyz", "").filter(|answer| answer.status == 200)
     });
-    (proxy, listen, admin)
 }
 
 fn complete(port: u16, prompt: &[u32]) -> Answer {
@@ -187,6 +215,30 @@ fn a_restarted_engine_is_not_credited_with_its_old_blocks() {
     assert_eq!(cached(&answer), 0);
     let again = pair.complete(&prompt(1, 5));
     assert_eq!((cached(&again), worker(&again)), (304, worker(&answer)));
+}
+
+#[test]
+fn a_restarted_engine_without_events_is_not_credited_either() {
+    let ports = [Ports::free(), Ports::free()];
+    let mut engines = [ports[0].start(&[]), ports[1].start(&[])];
+    let (_proxy, listen, admin) = serve_plain(ports);
+    let warm = worker(&complete(listen, &prompt(1, 1)));
+    let index = usize::from(warm == "w2");
+    let credited = || {
+        let body = json!({"tokens": prompt(1, 3)}).to_string();
+        let overlap = request(admin, "POST", "/v1/overlap", &body)?;
+        Some(overlap.body.contains(&format!("\"{warm}\"")))
+    };
+    assert_eq!(credited(), Some(true));
+    // Its birth must have been read once to be seen to change.
+    eventually("the capacity was read", || {
+        let listed = request(admin, "GET", "/v1/workers", "")?.json();
+        let read = |worker: &Value| worker["kv_capacity_blocks"] == 926;
+        listed["workers"].as_array()?.iter().all(read).then_some(())
+    });
+    engines[index].kill();
+    engines[index] = ports[index].start(&[]);
+    eventually("the restart was noticed", || (!credited()?).then_some(()));
 }
 
 #[test]

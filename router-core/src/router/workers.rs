@@ -217,6 +217,20 @@ impl Router {
         Ok(())
     }
 
+    /// Forgets where own placements went on a worker, and leaves to its events what they confirm: for a process that is known
+    /// to have ended, by other evidence than its events.
+    ///
+    /// # Errors
+    /// Unknown worker.
+    pub fn forget_placements(&self, id: &str) -> Result<()> {
+        let workers = self.inner.workers.read();
+        for target in &workers.worker(id)?.targets {
+            self.inner.token_placements.clear(target.slot);
+            self.inner.text_placements.clear(target.slot);
+        }
+        Ok(())
+    }
+
     /// Lists the workers by id.
     #[must_use]
     pub fn workers(&self, now: Instant) -> Vec<WorkerInfo> {

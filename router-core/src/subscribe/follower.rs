@@ -55,6 +55,7 @@ pub(super) struct Follower {
     replay_allowed: Instant,
     /// When to look for a lost tail.
     verify_at: Option<Instant>,
+    was_connected: bool,
     pub(super) counters: Counters,
 }
 
@@ -84,6 +85,7 @@ impl Follower {
             refused: None,
             replay_allowed: now,
             verify_at: None,
+            was_connected: false,
             counters: Counters::default(),
         }
     }
@@ -95,6 +97,10 @@ impl Follower {
     /// The subscription's handshake succeeded. What came before may be of another life of the engine.
     pub(super) fn on_connected(&mut self, now: Instant, budget: &mut Budget) {
         self.drop_queues(budget);
+        if std::mem::replace(&mut self.was_connected, true) && self.expected().is_none() {
+            // There is no batch to compare with, and what was placed there may have gone with the process.
+            self.forget("the connection was lost before any event", now);
+        }
         self.phase = Phase::Live;
         self.overlap_end = None;
         self.unrepairable = None;

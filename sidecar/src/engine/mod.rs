@@ -256,7 +256,7 @@ fn service(
         kv_blocks: config.kv_blocks,
         role: config.role,
         event_sources: sources,
-        created: now.unwrap_or_default().as_secs(),
+        born: now.unwrap_or_default().as_secs_f64(),
     }
 }
 

@@ -70,6 +70,7 @@ pub(super) fn render(
     model_name: &str,
     block_size: u32,
     kv_blocks: u32,
+    born: f64,
 ) -> String {
     let model = escape(model_name);
     let labels = format!(r#"engine="0",model_name="{model}""#);
@@ -142,6 +143,12 @@ pub(super) fn render(
             count,
         );
     }
+    page.metric(
+        "vllm:prefix_cache_queries_created",
+        "gauge",
+        "When the counter of tokens looked up began, in seconds since 1970.",
+        born,
+    );
     page.head(
         "vllm:cache_config_info",
         "gauge",
@@ -190,11 +197,12 @@ mod tests {
             kv_usage: 0.25,
             ..EngineStats::default()
         };
-        let page = render(&stats, r#"a"b"#, 16, 926);
+        let page = render(&stats, r#"a"b"#, 16, 926, 1.5);
         for line in [
             r#"vllm:num_requests_running{engine="0",model_name="a\"b"} 3"#,
             r#"vllm:kv_cache_usage_perc{engine="0",model_name="a\"b"} 0.25"#,
             "# TYPE vllm:prefix_cache_hits_total counter",
+            r#"vllm:prefix_cache_queries_created{engine="0",model_name="a\"b"} 1.5"#,
         ] {
             assert!(
                 page.lines().any(|found| found == line),

@@ -60,6 +60,7 @@ impl<'a> Attempt<'a> {
                 Arc::clone(&worker),
                 self.head.endpoint,
                 self.head.started,
+                self.reading.audited,
             );
             match self.send(&worker, booking.dp_rank()).await {
                 Ok(response) => return Ok(self.forward(response, booking, close)),

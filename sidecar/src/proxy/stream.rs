@@ -29,6 +29,8 @@ pub(super) struct Booking {
     worker: Arc<Worker>,
     endpoint: Endpoint,
     started: Instant,
+    /// The engine's usage can be held against the prompt.
+    audited: bool,
     _in_flight: InFlight,
 }
 
@@ -38,9 +40,11 @@ impl Booking {
         worker: Arc<Worker>,
         endpoint: Endpoint,
         started: Instant,
+        audited: bool,
     ) -> Self {
         Self {
             guard: Some(guard),
+            audited,
             _in_flight: worker.enter(),
             worker,
             endpoint,
@@ -70,6 +74,11 @@ impl Booking {
 
     fn finish(&mut self, outcome: &Outcome, now: Instant) {
         if let Some(guard) = self.guard.take() {
+            let outcome = if self.audited {
+                outcome
+            } else {
+                &outcome.reported(None, None)
+            };
             if let Some(cached) = outcome.cached_tokens {
                 let predicted = guard.decision().predicted_cached_tokens;
                 self.worker

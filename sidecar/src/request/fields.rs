@@ -26,10 +26,31 @@ pub(super) struct Fields<'a> {
     pub(super) handoff: Option<String>,
     pub(super) containers: Vec<&'a RawValue>,
     pub(super) has_fields: bool,
+    pub(super) add_special_tokens: Option<&'a RawValue>,
+    /// Fields with which the engine's cached tokens say nothing of the prompt as sent.
+    unaudited: [Option<&'a RawValue>; 6],
     limits: [Option<&'a RawValue>; 3],
 }
 
 impl Fields<'_> {
+    /// Tells whether the engine's cached tokens can be held against the prompt. They cannot when the engine computes the
+    /// prompt again for its log-probabilities, reports one of several sequences, or cuts the prompt first.
+    pub(super) fn is_audited(&self) -> bool {
+        let several =
+            |raw: &RawValue| serde_json::from_str::<f64>(raw.get()).is_ok_and(|n| n > 1.0);
+        let set = |raw: &RawValue| !matches!(raw.get(), "null" | "false");
+        let [n, best_of, rest @ ..] = &self.unaudited;
+        !n.is_some_and(several)
+            && !best_of.is_some_and(several)
+            && !rest.iter().flatten().any(|raw| set(raw))
+    }
+
+    /// Tells whether text gets the tokenizer's special tokens (such as a beginning token); engines do so by default.
+    pub(super) fn adds_special_tokens(&self) -> bool {
+        self.add_special_tokens
+            .is_none_or(|raw| raw.get() != "false")
+    }
+
     /// Returns the number of output tokens that the request asks for at most, when it is small enough to mean something.
     pub(super) fn max_output_tokens(&self) -> Option<u32> {
         let limits = self.limits.iter().flatten();
@@ -69,6 +90,13 @@ impl<'de> Visitor<'de> for FieldsVisitor {
                 "token_ids" | "prompt_token_ids" => &mut fields.token_ids,
                 "input_ids" => &mut fields.input_ids,
                 "text" => &mut fields.text,
+                "add_special_tokens" => &mut fields.add_special_tokens,
+                "n" => &mut fields.unaudited[0],
+                "best_of" => &mut fields.unaudited[1],
+                "echo" => &mut fields.unaudited[2],
+                "prompt_logprobs" => &mut fields.unaudited[3],
+                "truncate_prompt_tokens" => &mut fields.unaudited[4],
+                "use_beam_search" => &mut fields.unaudited[5],
                 "max_tokens" => &mut fields.limits[0],
                 "max_completion_tokens" => &mut fields.limits[1],
                 "max_output_tokens" => &mut fields.limits[2],

@@ -247,7 +247,7 @@ struct Toy {
 }
 
 impl Tokenize for Toy {
-    fn encode_text(&self, text: &str) -> Result<Vec<u32>, String> {
+    fn encode_text(&self, text: &str, _: bool) -> Result<Vec<u32>, String> {
         if self.fails {
             Err("toy".to_owned())
         } else {
@@ -256,7 +256,7 @@ impl Tokenize for Toy {
     }
 
     fn encode_chat(&self, body: &Value) -> Result<Vec<u32>, String> {
-        self.encode_text(&body["messages"].to_string())
+        self.encode_text(&body["messages"].to_string(), false)
     }
 }
 
@@ -302,4 +302,36 @@ fn a_tokenizer_is_used_and_its_failure_is_survived() {
             .mode,
         Mode::Text
     );
+}
+
+#[test]
+fn what_an_engine_counts_otherwise_is_not_audited() {
+    let tokens: Vec<u32> = (0..40).collect();
+    let audited = |fields: &str| {
+        read(
+            Endpoint::Completions,
+            &format!(r#"{{"prompt":{tokens:?}{fields}}}"#),
+        )
+        .audited
+    };
+    for fields in [
+        "",
+        r#","n":1"#,
+        r#","echo":false"#,
+        r#","prompt_logprobs":null"#,
+    ] {
+        assert!(audited(fields), "{fields}");
+    }
+    for fields in [
+        r#","n":2"#,
+        r#","best_of":3"#,
+        r#","echo":true"#,
+        r#","prompt_logprobs":0"#,
+        r#","truncate_prompt_tokens":8"#,
+        r#","use_beam_search":true"#,
+    ] {
+        assert!(!audited(fields), "{fields}");
+    }
+    let batch = format!(r#"{{"prompt":[{tokens:?},{tokens:?}]}}"#);
+    assert!(!read(Endpoint::Completions, &batch).audited);
 }

@@ -11,6 +11,8 @@ pub struct EngineReport {
     pub block_size: Option<u32>,
     /// Blocks of the engine's size that its KV cache holds (a rank's).
     pub num_blocks: Option<u64>,
+    /// When its process began, in seconds of its clock; another value is another process with an empty cache.
+    pub born: Option<f64>,
 }
 
 /// Load of one rank.
@@ -66,6 +68,9 @@ pub fn parse(text: &str) -> EngineReport {
                     label(["block_size", "page_size"]),
                     label(["num_gpu_blocks", "num_pages"]),
                 );
+            }
+            "process_start_time_seconds" | "vllm:prefix_cache_queries_created" => {
+                report.born = Some(report.born.unwrap_or(0.0).max(series.value));
             }
             "trtllm_kv_cache_tokens_per_block" => {
                 report.set_config(Some(u64::from(count(series.value))), None)
@@ -221,6 +226,14 @@ mod tests {
             (report.block_size, report.num_blocks),
             (Some(64), Some(100))
         );
+    }
+
+    #[test]
+    fn a_captured_page_says_when_the_process_began() {
+        let page = include_str!("../../../tests/fixtures/vllm-0.32.0/metrics.txt");
+        let born = parse(page).born.unwrap();
+        assert!((1_795_965_377.0..1_795_965_378.0).contains(&born), "{born}");
+        assert_eq!(parse("vllm:num_requests_running 1").born, None);
     }
 
     #[test]

@@ -34,7 +34,7 @@ pub(super) struct Service {
     /// Body of `/kv_event_sources`.
     pub(super) event_sources: serde_json::Value,
     /// Start of the engine, Unix seconds.
-    pub(super) created: u64,
+    pub(super) born: f64,
 }
 
 /// A listener that serves until cancelled.

@@ -87,6 +87,7 @@ async fn inspect(service: &Service, path: &str, body: &[u8]) -> Result<Reply, Ap
                 &service.model_name,
                 service.block_size,
                 service.kv_blocks,
+                service.born,
             );
             reply(
                 StatusCode::OK,
@@ -285,8 +286,13 @@ fn detokenize(service: &Service, body: &[u8]) -> Result<Reply, ApiError> {
 }
 
 fn models(service: &Service) -> Value {
+    #[expect(
+        clippy::cast_possible_truncation,
+        reason = "whole seconds are asked for"
+    )]
+    let created = service.born as i64;
     json!({"object": "list", "data": [{
-        "id": service.model_name, "object": "model", "created": service.created, "owned_by": "vllm",
+        "id": service.model_name, "object": "model", "created": created, "owned_by": "vllm",
         "root": service.model_name, "parent": null, "max_model_len": service.max_model_len, "permission": [],
     }]})
 }
