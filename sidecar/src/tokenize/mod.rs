@@ -118,14 +118,37 @@ impl ModelTokenizer {
             .map_err(|error| TokenizeError::Encode(error.to_string()))
     }
 
+    /// Tokenizes one text prompt of a `/v1/completions` body by that body's `add_special_tokens` and truncation.
+    ///
+    /// # Errors
+    /// [`TokenizeError::Invalid`], [`TokenizeError::Unsupported`] and [`TokenizeError::Encode`].
+    pub fn encode_prompt(&self, body: &Value, prompt: &str) -> Result<Vec<u32>, TokenizeError> {
+        self.encode_by(body_object(body)?, prompt, true)
+    }
+
     /// Renders and tokenizes the body of a `/v1/chat/completions` request.
     ///
     /// # Errors
     /// As [`render_chat`](Self::render_chat), and [`TokenizeError::Encode`].
     pub fn encode_chat(&self, body: &Value) -> Result<Vec<u32>, TokenizeError> {
         let rendered = self.render_chat(body)?;
-        let add_special_tokens = flag(body_object(body)?, "add_special_tokens", false)?;
-        self.encode(&rendered, add_special_tokens)
+        self.encode_by(body_object(body)?, &rendered, false)
+    }
+
+    /// Tokenizes a text as the body asks; `special_by_default` is what an absent `add_special_tokens` means.
+    fn encode_by(
+        &self,
+        body: &Map<String, Value>,
+        text: &str,
+        special_by_default: bool,
+    ) -> Result<Vec<u32>, TokenizeError> {
+        let add_special_tokens = flag(body, "add_special_tokens", special_by_default)?;
+        let truncation = Truncation::of(body, add_special_tokens)?;
+        let mut ids = self.encode(text, add_special_tokens)?;
+        if let Some(truncation) = truncation {
+            truncation.apply(&mut ids);
+        }
+        Ok(ids)
     }
 
     /// Renders the body of a `/v1/chat/completions` request to the text that the engine tokenizes.
@@ -167,9 +190,6 @@ impl ModelTokenizer {
                     return unsupported(&format!("chats with `chat_template_kwargs.{key}`"));
                 }
             }
-        }
-        if set(body, "truncate_prompt_tokens") {
-            return unsupported("chats with `truncate_prompt_tokens`");
         }
         Ok(())
     }
@@ -338,6 +358,45 @@ fn template_kwargs(
     // Taken by transformers itself, never seen by a template.
     kwargs.shift_remove("continue_final_message");
     Ok(kwargs)
+}
+
+/// A body's `truncate_prompt_tokens`.
+struct Truncation {
+    tokens: usize,
+    keeps_front: bool,
+}
+
+impl Truncation {
+    /// Reads it where it is a plain cut: beside special tokens and without a side, the tokenizer would keep those.
+    fn of(
+        body: &Map<String, Value>,
+        add_special_tokens: bool,
+    ) -> Result<Option<Self>, TokenizeError> {
+        let tokens = match body.get("truncate_prompt_tokens") {
+            None | Some(Value::Null) => return Ok(None),
+            Some(value) => value.as_i64(),
+        };
+        let side = body.get("truncation_side").filter(|side| !side.is_null());
+        let tokens = tokens.and_then(|tokens| usize::try_from(tokens).ok());
+        match tokens {
+            Some(tokens @ 1..) if side.is_some() || !add_special_tokens => Ok(Some(Self {
+                tokens,
+                keeps_front: side.is_some_and(|side| side == "right"),
+            })),
+            _ => Err(TokenizeError::Unsupported(
+                "prompts truncated to the engine's limit or beside special tokens".to_owned(),
+            )),
+        }
+    }
+
+    fn apply(&self, ids: &mut Vec<u32>) {
+        let surplus = ids.len().saturating_sub(self.tokens);
+        if self.keeps_front {
+            ids.truncate(self.tokens);
+        } else {
+            ids.drain(..surplus);
+        }
+    }
 }
 
 /// Tells a value from those that vLLM treats as unset.

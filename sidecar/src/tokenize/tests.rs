@@ -136,6 +136,54 @@ fn completions_get_the_special_tokens_and_chats_do_not() {
 }
 
 #[test]
+fn truncation_keeps_the_end_or_the_front() {
+    let model = toy();
+    let body = |more: Value| {
+        let mut body = json!({"messages": [{"role": "user", "content": "Say hello"}]});
+        body.as_object_mut()
+            .unwrap()
+            .extend(more.as_object().unwrap().clone());
+        body
+    };
+    let whole = model.encode_chat(&body(json!({}))).unwrap();
+    let cut = |more| model.encode_chat(&body(more)).unwrap();
+    assert_eq!(
+        cut(json!({"truncate_prompt_tokens": 3})),
+        whole[whole.len() - 3..]
+    );
+    assert_eq!(
+        cut(json!({"truncate_prompt_tokens": 3, "truncation_side": "right"})),
+        whole[..3]
+    );
+    assert_eq!(cut(json!({"truncate_prompt_tokens": 10_000})), whole);
+    let prompt = json!({"truncate_prompt_tokens": 1, "truncation_side": "right"});
+    assert_eq!(model.encode_prompt(&prompt, "hello").unwrap(), [0]); // the post-processor's <s>
+    let plain = json!({"add_special_tokens": false});
+    assert_eq!(
+        model.encode_prompt(&plain, "hello").unwrap(),
+        model.encode("hello", false).unwrap()
+    );
+}
+
+#[test]
+fn prompts_of_a_running_engine_have_its_tokens() {
+    let captures = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../tests/fixtures/vllm-0.32.0");
+    let model = ModelTokenizer::load(&captures.join("model")).unwrap();
+    let vectors = read_json(captures.join("prompt-tokens.json"));
+    let vectors = vectors.as_array().unwrap();
+    for vector in vectors {
+        let request = &vector["request"];
+        let ids = match request["prompt"].as_str() {
+            Some(prompt) => model.encode_prompt(request, prompt),
+            None => model.encode_chat(request),
+        };
+        let expected: Vec<u32> = serde_json::from_value(vector["tokens"].clone()).unwrap();
+        assert_eq!(ids.unwrap(), expected, "{}", vector["name"]);
+    }
+    assert!(vectors.len() >= 12);
+}
+
+#[test]
 fn a_failing_template_is_a_render_error_with_its_reason() {
     let model = load(&[(
         "chat_template.jinja",
@@ -174,7 +222,8 @@ fn what_only_the_engine_can_render_is_unsupported() {
         json!({"messages": [{"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}]}),
         json!({"messages": user, "chat_template": "{{ messages }}"}),
         json!({"messages": user, "chat_template_kwargs": {"chat_template": "x"}}),
-        json!({"messages": user, "truncate_prompt_tokens": 3}),
+        json!({"messages": user, "truncate_prompt_tokens": -1}),
+        json!({"messages": user, "truncate_prompt_tokens": 3, "add_special_tokens": true}),
     ];
     for body in bodies {
         assert_eq!(
