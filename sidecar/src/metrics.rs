@@ -1,7 +1,7 @@
 //! What the sidecar counts and measures, in Prometheus text. Names begin with `kvlane_`.
 //!
 //! What happens to requests is counted here as it happens; what the router and the fleet know at any time is read from
-//! them when somebody asks ([`snapshot`]).
+//! them when somebody asks (`snapshot`).
 
 mod snapshot;
 

@@ -45,8 +45,12 @@ pub struct ServeArgs {
     /// Believe x-kvlane-tenant-salt, x-session-id and x-kvlane-priority
     #[arg(long)]
     pub trusted_headers: bool,
-    /// A worker: id=w1,url=http://host:port[,events=tcp://host:port][,replay=tcp://host:port][,role=both|prefill|decode][,dp_ranks=N][,block_size=N][,kv_capacity_blocks=N][,topic=T][,label.NAME=VALUE]
-    #[arg(long = "worker", value_name = "FIELDS")]
+    /// A worker, as comma-separated fields
+    #[arg(
+        long = "worker",
+        value_name = "FIELDS",
+        help = "A worker: id=w1,url=http://host:port[,events=tcp://host:port][,replay=tcp://host:port][,role=both|prefill|decode][,dp_ranks=N][,block_size=N][,kv_capacity_blocks=N][,topic=T][,label.NAME=VALUE]"
+    )]
     pub workers: Vec<String>,
     /// Any other key of the configuration file, as in --set breaker_threshold=5
     #[arg(long = "set", value_name = "KEY=VALUE")]
