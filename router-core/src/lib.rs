@@ -18,6 +18,8 @@
 //! See [`Router`] for an example.
 
 pub mod block;
+#[cfg(feature = "chat")]
+pub mod chat;
 pub mod config;
 mod error;
 pub mod event;
