@@ -17,6 +17,7 @@
 //!
 //! Text without a tokenizer uses [`TEXT_SEED`] (see [`text`](crate::text)), so the two kinds never meet.
 
+use std::borrow::Cow;
 use std::num::NonZeroU32;
 
 use serde::{Deserialize, Serialize};
@@ -228,12 +229,18 @@ impl LocalBlockHash {
     }
 }
 
-/// Returns the tokens as little-endian bytes.
-fn token_bytes(tokens: &[u32]) -> Vec<u8> {
-    tokens
-        .iter()
-        .flat_map(|token| token.to_le_bytes())
-        .collect()
+/// Returns the tokens as little-endian bytes: in place where the machine stores them so.
+fn token_bytes(tokens: &[u32]) -> Cow<'_, [u8]> {
+    if cfg!(target_endian = "little") {
+        Cow::Borrowed(bytemuck::cast_slice(tokens))
+    } else {
+        Cow::Owned(
+            tokens
+                .iter()
+                .flat_map(|token| token.to_le_bytes())
+                .collect(),
+        )
+    }
 }
 
 /// The hashes of one prompt's complete blocks.

@@ -4,4 +4,4 @@ pub mod cost;
 pub mod pick;
 
 pub use cost::{CostBreakdown, CostInputs, CostWeights, cost};
-pub use pick::{Choice, pick};
+pub use pick::{Fullness, pick};

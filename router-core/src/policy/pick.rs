@@ -2,13 +2,13 @@
 
 use fastrand::Rng;
 
-/// One candidate as the choice sees it.
-#[derive(Clone, Copy, Debug)]
-pub struct Choice {
-    /// Its cost; lower is better.
-    pub cost: f64,
-    /// How full its KV cache is, as a share of its capacity or as a plain block count; lower is better among equals.
-    pub fullness: f64,
+/// How full the KV cache of a candidate is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Fullness {
+    /// Blocks that it holds as far as known.
+    pub blocks: usize,
+    /// Blocks that it can hold, when known.
+    pub capacity_blocks: Option<usize>,
 }
 
 /// Costs nearer than this count as equal: sums of a few thousand blocks in different order differ by less.
@@ -17,46 +17,67 @@ const TIE: f64 = 1e-6;
 /// Returns the index of the chosen candidate, `None` when there are none.
 ///
 /// At `temperature` 0 the cheapest is taken; equals go to the one with the emptiest cache, then uniformly by `rng`.
-/// Above 0 candidates are drawn with weight `exp(−(cost − min) ÷ (temperature × spread))`, where spread is the difference
-/// between dearest and cheapest, so that the scale of costs does not matter.
+/// Emptiness is the share of its capacity, or the plain number of blocks where one of the equals does not know its
+/// capacity; `fullness` is asked for equals alone. Above 0 candidates are drawn with weight
+/// `exp(−(cost − min) ÷ (temperature × spread))`, where spread is the difference between dearest and cheapest, so that the
+/// scale of costs does not matter.
 #[must_use]
-pub fn pick(choices: &[Choice], temperature: f64, rng: &mut Rng) -> Option<usize> {
-    let cheapest = choices
-        .iter()
-        .map(|choice| choice.cost)
-        .min_by(f64::total_cmp)?;
+pub fn pick(
+    costs: &[f64],
+    fullness: impl Fn(usize) -> Fullness,
+    temperature: f64,
+    rng: &mut Rng,
+) -> Option<usize> {
+    let cheapest = costs.iter().copied().min_by(f64::total_cmp)?;
     if temperature > 0.0 {
-        return Some(sample(choices, cheapest, temperature, rng));
+        return Some(sample(costs, cheapest, temperature, rng));
     }
-    let equal = |choice: &Choice| choice.cost - cheapest <= TIE;
-    let emptiest = choices
+    let mut equals = (0..costs.len()).filter(|&at| costs[at] - cheapest <= TIE);
+    let first = equals.next()?;
+    let Some(second) = equals.next() else {
+        return Some(first);
+    };
+    let equals: Vec<(usize, Fullness)> = [first, second]
+        .into_iter()
+        .chain(equals)
+        .map(|at| (at, fullness(at)))
+        .collect();
+    Some(emptiest(&equals, rng))
+}
+
+/// Chooses among equals, of which there is at least one.
+fn emptiest(equals: &[(usize, Fullness)], rng: &mut Rng) -> usize {
+    let comparable = equals
         .iter()
-        .filter(|choice| equal(choice))
-        .map(|choice| choice.fullness)
-        .min_by(f64::total_cmp)?;
-    // Reservoir of one: uniform among the equals in a single pass without a list of them.
-    let mut chosen = None;
-    let mut equals = 0usize;
-    for (index, choice) in choices.iter().enumerate() {
-        if equal(choice) && choice.fullness - emptiest <= TIE {
-            equals += 1;
-            if rng.usize(0..equals) == 0 {
-                chosen = Some(index);
+        .all(|(_, fullness)| fullness.capacity_blocks.is_some());
+    let share = |fullness: &Fullness| match fullness.capacity_blocks {
+        Some(capacity) if comparable => fullness.blocks as f64 / capacity.max(1) as f64,
+        _ => fullness.blocks as f64,
+    };
+    let least = equals
+        .iter()
+        .map(|(_, fullness)| share(fullness))
+        .fold(f64::INFINITY, f64::min);
+    // Reservoir of one: uniform among the emptiest in a single pass without a list of them.
+    let mut chosen = equals[0].0;
+    let mut emptiest = 0usize;
+    for (at, fullness) in equals {
+        if share(fullness) - least <= TIE {
+            emptiest += 1;
+            if rng.usize(0..emptiest) == 0 {
+                chosen = *at;
             }
         }
     }
     chosen
 }
 
-fn sample(choices: &[Choice], cheapest: f64, temperature: f64, rng: &mut Rng) -> usize {
-    let dearest = choices
-        .iter()
-        .map(|choice| choice.cost)
-        .fold(cheapest, f64::max);
+fn sample(costs: &[f64], cheapest: f64, temperature: f64, rng: &mut Rng) -> usize {
+    let dearest = costs.iter().copied().fold(cheapest, f64::max);
     let scale = temperature * (dearest - cheapest).max(TIE);
-    let weights: Vec<f64> = choices
+    let weights: Vec<f64> = costs
         .iter()
-        .map(|choice| (-(choice.cost - cheapest) / scale).exp())
+        .map(|cost| (-(cost - cheapest) / scale).exp())
         .collect();
     let mut left = rng.f64() * weights.iter().sum::<f64>();
     for (index, weight) in weights.iter().enumerate() {
@@ -65,43 +86,66 @@ fn sample(choices: &[Choice], cheapest: f64, temperature: f64, rng: &mut Rng) ->
             return index;
         }
     }
-    choices.len() - 1
+    costs.len() - 1
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn choices(costs: &[(f64, f64)]) -> Vec<Choice> {
-        costs
-            .iter()
-            .map(|&(cost, fullness)| Choice { cost, fullness })
-            .collect()
+    fn choose(candidates: &[(f64, Fullness)], temperature: f64, rng: &mut Rng) -> Option<usize> {
+        let costs: Vec<f64> = candidates.iter().map(|(cost, _)| *cost).collect();
+        pick(&costs, |at| candidates[at].1, temperature, rng)
+    }
+
+    /// A cache of 100 blocks.
+    fn holds(blocks: usize) -> Fullness {
+        Fullness {
+            blocks,
+            capacity_blocks: Some(100),
+        }
     }
 
     #[test]
     fn the_cheapest_wins_whatever_its_cache_holds() {
         let mut rng = Rng::with_seed(1);
-        let all = choices(&[(5.0, 0.0), (4.0, 0.9), (6.0, 0.0)]);
-        assert_eq!(pick(&all, 0.0, &mut rng), Some(1));
-        assert_eq!(pick(&[], 0.0, &mut rng), None);
+        let all = [(5.0, holds(0)), (4.0, holds(90)), (6.0, holds(0))];
+        assert_eq!(choose(&all, 0.0, &mut rng), Some(1));
+        assert_eq!(choose(&[], 0.0, &mut rng), None);
     }
 
     #[test]
     fn equals_go_to_the_emptiest() {
         let mut rng = Rng::with_seed(1);
-        let all = choices(&[(4.0, 0.5), (4.0, 0.1), (4.0, 0.2)]);
-        assert!((0..50).all(|_| pick(&all, 0.0, &mut rng) == Some(1)));
+        let all = [(4.0, holds(50)), (4.0, holds(10)), (4.0, holds(20))];
+        assert!((0..50).all(|_| choose(&all, 0.0, &mut rng) == Some(1)));
+    }
+
+    #[test]
+    fn shares_are_compared_only_where_all_are_known() {
+        let mut rng = Rng::with_seed(1);
+        let small = Fullness {
+            blocks: 20,
+            capacity_blocks: Some(40),
+        };
+        let all = [(4.0, holds(30)), (4.0, small)];
+        assert_eq!(choose(&all, 0.0, &mut rng), Some(0)); // 0.3 of 100 against 0.5 of 40
+        let unknown = Fullness {
+            blocks: 60,
+            capacity_blocks: None,
+        };
+        let all = [(4.0, holds(30)), (4.0, small), (4.0, unknown)];
+        assert_eq!(choose(&all, 0.0, &mut rng), Some(1)); // 20 blocks are the fewest
     }
 
     #[test]
     fn full_equals_are_spread_evenly_in_any_order() {
         for seed in 0..4 {
             let mut rng = Rng::with_seed(seed);
-            let all = choices(&[(4.0, 0.5); 4]);
+            let all = [(4.0, holds(50)); 4];
             let mut wins = [0u32; 4];
             for _ in 0..400 {
-                wins[pick(&all, 0.0, &mut rng).unwrap()] += 1;
+                wins[choose(&all, 0.0, &mut rng).unwrap()] += 1;
             }
             // 100 expected each; 60 and 140 are more than four standard deviations (8.7) away.
             assert!(
@@ -114,10 +158,10 @@ mod tests {
     #[test]
     fn temperature_spreads_in_proportion() {
         let mut rng = Rng::with_seed(7);
-        let all = choices(&[(10.0, 0.0), (20.0, 0.0)]);
+        let all = [(10.0, holds(0)), (20.0, holds(0))];
         let mut first = 0;
         for _ in 0..1_000 {
-            first += u32::from(pick(&all, 1.0, &mut rng) == Some(0));
+            first += u32::from(choose(&all, 1.0, &mut rng) == Some(0));
         }
         // Weights 1 and e⁻¹: 731 expected, standard deviation 14.
         assert!((670..=790).contains(&first), "{first}");
@@ -125,11 +169,11 @@ mod tests {
 
     #[test]
     fn the_same_seed_chooses_alike() {
-        let all = choices(&[(4.0, 0.5); 4]);
+        let all = [(4.0, holds(50)); 4];
         let run = || {
             let mut rng = Rng::with_seed(42);
             (0..20)
-                .map(|_| pick(&all, 0.0, &mut rng))
+                .map(|_| choose(&all, 0.0, &mut rng))
                 .collect::<Vec<_>>()
         };
         assert_eq!(run(), run());

@@ -11,7 +11,7 @@ use crate::error::{Error, Result};
 use crate::ids::LeaseId;
 use crate::index::Placement;
 use crate::load::active::BookedRequest;
-use crate::policy::{Choice, CostInputs, CostWeights, cost, pick};
+use crate::policy::{CostInputs, CostWeights, Fullness, cost, pick};
 use crate::prompt::PromptKind;
 use crate::trust::TrustState;
 
@@ -28,9 +28,9 @@ const SESSION_PREFERENCE: f64 = 0.9;
 pub(super) const SESSIONS_KEPT: usize = 65_536;
 
 /// A candidate with what only the router needs of it.
-struct Priced {
-    target: Arc<Target>,
-    fullness: f64,
+struct Priced<'a> {
+    worker: &'a Worker,
+    target: &'a Arc<Target>,
     candidate: Candidate,
 }
 
@@ -75,18 +75,16 @@ impl Router {
         let priced = self
             .inner
             .price(&workers, &booking, request, &known, &booked, now)?;
-        let choices: Vec<Choice> = priced
+        let costs: Vec<f64> = priced
             .iter()
-            .map(|priced| Choice {
-                cost: priced.candidate.cost.total,
-                fullness: priced.fullness,
-            })
+            .map(|priced| priced.candidate.cost.total)
             .collect();
         let temperature = request
             .overrides
             .temperature
             .unwrap_or(self.inner.config.temperature);
-        let Some(chosen) = pick(&choices, temperature, &mut booking.rng) else {
+        let fullness = |at: usize| self.inner.fullness(&priced[at], request);
+        let Some(chosen) = pick(&costs, fullness, temperature, &mut booking.rng) else {
             self.inner.counts.no_worker.fetch_add(1, Ordering::Relaxed);
             return Ok(None);
         };
@@ -116,7 +114,7 @@ impl Router {
             )));
         }
         let workers = self.inner.workers.read();
-        let target = Arc::clone(workers.target(worker, dp_rank.unwrap_or(0))?);
+        let target = workers.target(worker, dp_rank.unwrap_or(0))?;
         let owner = workers.worker(worker)?;
         let known = self.inner.look_up(request.prompt, now);
         let booked = booked_request(request, self.inner.config.block_size.tokens());
@@ -124,7 +122,7 @@ impl Router {
         let weights = CostWeights::new(&self.inner.config, &request.overrides);
         let priced = self
             .inner
-            .price_one(&weights, owner, &target, request, &known, &booked, 1.0)?;
+            .price_one(&weights, owner, target, request, &known, &booked, 1.0)?;
         Ok(self.commit(&mut booking, request, booked, vec![priced], 0, now))
     }
 
@@ -150,16 +148,15 @@ impl Router {
         booking: &mut Booking,
         request: &SelectRequest<'_>,
         booked: BookedRequest,
-        mut priced: Vec<Priced>,
+        priced: Vec<Priced<'_>>,
         chosen: usize,
         now: Instant,
     ) -> RequestGuard {
         let inner = &self.inner;
         let id = LeaseId(booking.next_lease);
         booking.next_lease += 1;
-        let target = Arc::clone(&priced[chosen].target);
+        let target = Arc::clone(priced[chosen].target);
         let chosen = priced[chosen].candidate.clone();
-        priced.sort_by(|a, b| a.candidate.target.cmp(&b.candidate.target));
         let decision = Arc::new(Decision {
             target: chosen.target.clone(),
             overlap: chosen.overlap,
@@ -208,21 +205,21 @@ impl Router {
 
 impl Inner {
     /// Prices every eligible target.
-    fn price(
+    fn price<'a>(
         &self,
-        workers: &Workers,
+        workers: &'a Workers,
         booking: &Booking,
         request: &SelectRequest<'_>,
         known: &Known,
         booked: &BookedRequest,
         now: Instant,
-    ) -> Result<Vec<Priced>> {
+    ) -> Result<Vec<Priced<'a>>> {
         let weights = CostWeights::new(&self.config, &request.overrides);
         let session = request.session.and_then(|session| {
             let (slot, life, used) = *booking.sessions.get(&xxh3_64(session.as_bytes()))?;
             (now.saturating_duration_since(used) <= self.config.ttl()).then_some((slot, life))
         });
-        let mut priced = Vec::new();
+        let mut priced = Vec::with_capacity(workers.by_id.len());
         for worker in workers.by_id.values() {
             if !eligible(worker, request) {
                 continue;
@@ -244,13 +241,6 @@ impl Inner {
                 );
             }
         }
-        let all_known = priced.iter().all(|priced| priced.fullness >= 0.0);
-        if !all_known {
-            // Shares and plain counts do not compare: fall back to counts for all.
-            for priced in &mut priced {
-                priced.fullness = self.resident_blocks(&priced.target, request) as f64;
-            }
-        }
         Ok(priced)
     }
 
@@ -258,16 +248,16 @@ impl Inner {
         clippy::too_many_arguments,
         reason = "the inputs of one price, all of different type"
     )]
-    fn price_one(
+    fn price_one<'a>(
         &self,
         weights: &CostWeights,
-        worker: &Worker,
-        target: &Arc<Target>,
+        worker: &'a Worker,
+        target: &'a Arc<Target>,
         request: &SelectRequest<'_>,
         known: &Known,
         booked: &BookedRequest,
         preference: f64,
-    ) -> Result<Priced> {
+    ) -> Result<Priced<'a>> {
         let (trust, fidelity) = (target.belief.state(), target.belief.fidelity());
         let (load, decode_blocks) = target.load.lock().before_and_after(booked);
         let inputs = CostInputs {
@@ -279,11 +269,9 @@ impl Inner {
             decode_blocks,
             preference,
         };
-        let resident = self.resident_blocks(target, request) as f64;
         Ok(Priced {
-            fullness: worker
-                .capacity_blocks()
-                .map_or(-1.0, |capacity| resident / capacity as f64),
+            worker,
+            target,
             candidate: Candidate {
                 target: target.id.clone(),
                 overlap: known.confirmed.get(target.slot),
@@ -292,14 +280,18 @@ impl Inner {
                 trust,
                 cost: cost(weights, &inputs)?,
             },
-            target: Arc::clone(target),
         })
     }
 
-    /// Blocks that a target holds as far as known: what its events say, or what was placed where they say less.
-    fn resident_blocks(&self, target: &Target, request: &SelectRequest<'_>) -> usize {
-        let placed = self.placements(request.prompt.kind()).blocks(target.slot);
-        target.belief.resident_blocks().max(placed)
+    /// How full a target is as far as known: what its events say, or what was placed where they say less.
+    fn fullness(&self, priced: &Priced<'_>, request: &SelectRequest<'_>) -> Fullness {
+        let placed = self
+            .placements(request.prompt.kind())
+            .blocks(priced.target.slot);
+        Fullness {
+            blocks: priced.target.belief.resident_blocks().max(placed),
+            capacity_blocks: priced.worker.capacity_blocks(),
+        }
     }
 
     /// Returns the tokens that an engine would report as cached for `blocks` leading blocks.
