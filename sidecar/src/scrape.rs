@@ -158,9 +158,8 @@ fn apply(worker: &Worker, router: &Router, report: &EngineReport) {
     if let Some(tokens) = report.block_size {
         let _ = router.note_engine_block_size(id, tokens, now);
         if worker.config.kv_capacity_blocks.is_none()
-            && let Some(blocks) = report.num_blocks
+            && let Some(tokens) = report.capacity_tokens()
         {
-            let tokens = u64::from(tokens) * blocks;
             let own = tokens / u64::from(u32::from(router.config().block_size));
             let _ =
                 router.set_kv_capacity(id, usize::try_from(own).ok().filter(|blocks| *blocks > 0));

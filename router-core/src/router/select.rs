@@ -24,7 +24,7 @@ use super::{Known, Router};
 const HISTORY_KEPT: usize = 256;
 /// A session's last target costs a tenth less: enough to break near-ties, too little to overrule load.
 const SESSION_PREFERENCE: f64 = 0.9;
-/// Sessions remembered before the oldest are forgotten.
+/// Sessions remembered at once; beyond, new ones get no preference until old ones are forgotten after the TTL.
 pub(super) const SESSIONS_KEPT: usize = 65_536;
 
 /// A candidate with what only the router needs of it.

@@ -252,7 +252,7 @@ impl Inner {
     pub(super) fn bound_placements(&self, slot: Slot, capacity_blocks: Option<usize>) {
         self.token_placements.set_capacity(slot, capacity_blocks);
         let chunks = capacity_blocks.map(|blocks| {
-            let tokens = (blocks * self.config.block_size.tokens()) as f64;
+            let tokens = blocks as f64 * self.config.block_size.tokens() as f64;
             #[expect(
                 clippy::cast_possible_truncation,
                 clippy::cast_sign_loss,

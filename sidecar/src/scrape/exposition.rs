@@ -95,6 +95,13 @@ impl EngineReport {
         })
     }
 
+    /// Returns the tokens that a rank's KV cache holds, when both its block size and its number of blocks are known.
+    #[must_use]
+    pub fn capacity_tokens(&self) -> Option<u64> {
+        // An engine may claim anything: a bound beyond what can be counted bounds nothing.
+        Some(u64::from(self.block_size?).saturating_mul(self.num_blocks?))
+    }
+
     fn set_config(&mut self, block_size: Option<u64>, num_blocks: Option<u64>) {
         let block_size = block_size.and_then(|size| u32::try_from(size).ok());
         self.block_size = block_size.filter(|size| *size > 0).or(self.block_size);
@@ -234,6 +241,15 @@ mod tests {
         let born = parse(page).born.unwrap();
         assert!((1_795_965_377.0..1_795_965_378.0).contains(&born), "{born}");
         assert_eq!(parse("vllm:num_requests_running 1").born, None);
+    }
+
+    #[test]
+    fn a_capacity_beyond_counting_is_no_overflow() {
+        let report = parse(
+            "vllm:cache_config_info{block_size=\"16\",num_gpu_blocks=\"18446744073709551615\"} 1\n",
+        );
+        assert_eq!(report.capacity_tokens(), Some(u64::MAX));
+        assert_eq!(parse("").capacity_tokens(), None);
     }
 
     #[test]

@@ -121,6 +121,18 @@ fn placements_are_bounded_by_what_the_engine_can_hold() {
 }
 
 #[test]
+fn any_capacity_is_accepted() {
+    let bench = Bench::new(&["w1"], approximate);
+    for blocks in [usize::MAX, 0, 1] {
+        bench.router.set_kv_capacity("w1", Some(blocks)).unwrap();
+        bench.router.tick(bench.start);
+        bench.release(bench.select(&t(0, 8)));
+        let held = if blocks == 1 { 1 } else { 2 };
+        assert_eq!(bench.overlap(&t(0, 8)), [("w1".to_owned(), held)]);
+    }
+}
+
+#[test]
 fn text_matches_text_and_never_tokens() {
     let bench = Bench::new(&["w1", "w2"], |config| config.prediction_ttl_seconds = 2.0);
     let text = "a system prompt that many requests share, long enough for chunks. ".repeat(20);
