@@ -9,7 +9,7 @@ help: ## Lists the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: ## Plays the measured story on two simulated engines (ARGS="--json")
-	cargo run --release -p kvlane-sidecar --bin kvlane -- demo $(ARGS)
+	@scripts/demo.sh $(ARGS)
 
 test: ## Runs every check and counts the tests (STEPS="lint core")
 	@scripts/test.sh $(STEPS)
