@@ -24,7 +24,8 @@ const HOP_BY_HOP: [HeaderName; 9] = [
 ];
 
 /// Headers by which other routers are told a destination. From a client they are an attempt to reach any address.
-const ROUTING: [HeaderName; 6] = [
+const ROUTING: [HeaderName; 7] = [
+    DP_RANK,
     HeaderName::from_static("x-prefiller-host-port"),
     HeaderName::from_static("x-prefiller-url"),
     HeaderName::from_static("x-data-parallel-host-port"),
@@ -165,6 +166,7 @@ mod tests {
             ("x-data-parallel-host-port", "a:1"),
             ("x-kv-cache-source-host-port", "a:1"),
             ("x-encoder-hosts-ports", "a:1"),
+            ("x-data-parallel-rank", "3"),
             ("authorization", "Bearer x"),
         ]));
         assert_eq!(left, headers(&[("authorization", "Bearer x")]));
