@@ -136,6 +136,27 @@ impl RouterConfig {
         Ok(())
     }
 
+    /// Reads a JSON object with these keys (feature `json`); absent ones have their defaults.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Config`](crate::ErrorKind::Config), naming the key that is unknown, of another type, or out of range.
+    ///
+    /// # Examples
+    /// ```
+    /// use kvlane::RouterConfig;
+    ///
+    /// assert_eq!(RouterConfig::from_json(r#"{"temperature": 0.5}"#)?.temperature, 0.5);
+    /// let error = RouterConfig::from_json(r#"{"temperature": "hot"}"#).unwrap_err();
+    /// assert!(error.to_string().starts_with("temperature: "));
+    /// # Ok::<(), kvlane::Error>(())
+    /// ```
+    #[cfg(feature = "json")]
+    pub fn from_json(json: &str) -> Result<Self> {
+        let config: Self = read_json(json).map_err(Error::config)?;
+        config.validate()?;
+        Ok(config)
+    }
+
     pub(crate) fn ttl(&self) -> Duration {
         Duration::from_secs_f64(self.ttl_seconds)
     }
@@ -197,6 +218,38 @@ impl Overrides {
         }
         Ok(())
     }
+}
+
+#[cfg(feature = "json")]
+impl Overrides {
+    /// Reads a JSON object with these keys (feature `json`).
+    ///
+    /// # Errors
+    /// [`ErrorKind::InvalidRequest`](crate::ErrorKind::InvalidRequest), naming the key that is unknown, of another type, or
+    /// out of range.
+    pub fn from_json(json: &str) -> Result<Self> {
+        let overrides: Self =
+            read_json(json).map_err(|message| Error::invalid(format!("override {message}")))?;
+        overrides.validate()?;
+        Ok(overrides)
+    }
+}
+
+/// Reads an object; the error names the key, which serde does only for unknown ones.
+#[cfg(feature = "json")]
+fn read_json<T: serde::de::DeserializeOwned>(json: &str) -> std::result::Result<T, String> {
+    serde_json::from_str(json).map_err(|error| {
+        let entries: std::collections::BTreeMap<String, serde_json::Value> =
+            serde_json::from_str(json).unwrap_or_default();
+        entries
+            .into_iter()
+            .find_map(|(key, value)| {
+                let alone = serde_json::json!({ &key: value });
+                let error = serde_json::from_value::<T>(alone).err()?;
+                Some(format!("{key}: {error}"))
+            })
+            .unwrap_or_else(|| error.to_string())
+    })
 }
 
 /// Ten years: longer spans overflow clocks before they mean anything.

@@ -118,6 +118,22 @@ impl Role {
     }
 }
 
+impl std::str::FromStr for Role {
+    type Err = Error;
+
+    /// Parses `prefill`, `decode` or `both`.
+    fn from_str(name: &str) -> Result<Self> {
+        match name {
+            "prefill" => Ok(Self::Prefill),
+            "decode" => Ok(Self::Decode),
+            "both" => Ok(Self::Both),
+            _ => Err(Error::invalid(format!(
+                "role {name:?} is not known: prefill, decode and both are"
+            ))),
+        }
+    }
+}
+
 /// Dense index of one (worker, dp rank) life inside one router; reused only after everything of the old life is gone.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Slot(pub u32);
