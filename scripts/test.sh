@@ -52,6 +52,7 @@ step_lint() {
 # Alone and without features, as someone who embeds it builds it.
 step_core() {
   cargo test -p kvlane --no-default-features
+  cargo test -p kvlane --features chat,json --test parity
 }
 
 # Everything but the bindings in one build: the core with `zmq`, the sidecar, the scenarios and the examples.
