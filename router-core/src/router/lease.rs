@@ -181,6 +181,8 @@ pub(super) struct Lease {
     pub(super) kind: PromptKind,
     pub(super) prompt_tokens: usize,
     pub(super) request_blocks: u32,
+    /// Output that is booked from the start.
+    pub(super) expected_output_tokens: u32,
     pub(super) predicted_tokens: u32,
     pub(super) confirmed_tokens: u32,
     pub(super) ttl: Duration,
@@ -275,13 +277,11 @@ impl Router {
         };
         lease.deadline = now + lease.ttl;
         let target = Arc::clone(&lease.target);
+        // The first block of output is booked from the start, and so is what was expected.
+        let expected = lease.expected_output_tokens as usize / block;
+        let beyond = (total as usize / block).saturating_sub(expected);
         drop(leases);
-        // The first block of output is booked from the start.
-        target
-            .load
-            .lock()
-            .booked
-            .set_output_blocks(id, total as usize / block);
+        target.load.lock().booked.set_output_blocks(id, beyond);
         true
     }
 }

@@ -188,6 +188,7 @@ impl Router {
             kind: request.prompt.kind(),
             prompt_tokens: request.prompt.tokens(),
             request_blocks: decision.request_blocks,
+            expected_output_tokens: request.expected_output_tokens.unwrap_or(0),
             predicted_tokens: decision.predicted_cached_tokens,
             confirmed_tokens: inner.cached_tokens(request, chosen.overlap.blocks()),
             ttl,

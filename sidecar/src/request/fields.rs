@@ -51,11 +51,15 @@ impl Fields<'_> {
             .is_none_or(|raw| raw.get() != "false")
     }
 
-    /// Returns the number of output tokens that the request asks for at most, when it is small enough to mean something.
+    /// Returns the number of output tokens to expect: the request's limit, of which no more than a usual answer is
+    /// believed. Clients set limits of thousands, and one of 2^31 would keep everybody else off its worker; what comes
+    /// beyond is booked as it is produced.
     pub(super) fn max_output_tokens(&self) -> Option<u32> {
+        const USUAL_ANSWER: u32 = 256;
         let limits = self.limits.iter().flatten();
         limits
-            .filter_map(|raw| serde_json::from_str::<u32>(raw.get()).ok())
+            .filter_map(|raw| serde_json::from_str::<u64>(raw.get()).ok())
+            .filter_map(|limit| u32::try_from(limit.min(USUAL_ANSWER.into())).ok())
             .min()
     }
 }

@@ -49,6 +49,15 @@ fn token_ids_are_taken_as_they_are() {
 }
 
 #[test]
+fn a_limit_beyond_a_usual_answer_is_not_expected_to_be_used() {
+    for limit in ["300", "4294967295", "18446744073709551615"] {
+        let body = format!(r#"{{"prompt":"x","max_tokens":{limit}}}"#);
+        let reading = read(Endpoint::Completions, &body);
+        assert_eq!(reading.expected_output_tokens, Some(256), "{limit}");
+    }
+}
+
+#[test]
 fn a_batch_is_keyed_by_its_first_and_booked_for_all() {
     let a: Vec<u32> = (0..32).collect();
     let b: Vec<u32> = (100..148).collect();

@@ -120,6 +120,24 @@ fn load_counts_from_the_decision_until_the_release() {
 }
 
 #[test]
+fn output_that_was_expected_is_not_counted_twice() {
+    let bench = Bench::new(&["w1"], |_| {});
+    let prompt = bench.prompt(&[]);
+    let mut request = SelectRequest::new(&prompt);
+    request.expected_output_tokens = Some(32);
+    let guard = bench.router.select(&request, bench.start).unwrap().unwrap();
+    let active = || bench.router.workers(bench.start)[0].active_blocks;
+    // Blocks of 4 tokens: 32 expected tokens are 8 blocks.
+    assert_eq!(active(), 8);
+    guard.output_tokens(20, bench.start);
+    assert_eq!(active(), 8);
+    guard.output_tokens(40, bench.start);
+    assert_eq!(active(), 10);
+    bench.release(guard);
+    assert_eq!(active(), 0);
+}
+
+#[test]
 fn reported_load_of_others_counts() {
     let bench = Bench::new(&["w1", "w2"], |_| {});
     bench
