@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use super::follower::{Action, Counters, Follower};
 use super::frames::{self, BadFrame, MAX_PARTS};
 use super::options::{Budget, Options};
-use super::{Followed, StreamSpec};
+use super::{Endpoint, Followed, StreamSpec};
 
 pub(super) struct Stream {
     spec: StreamSpec,
@@ -225,7 +225,7 @@ impl Stream {
 
     fn open_live(&self) -> zmq::Result<LiveSocket> {
         let limits = &self.options.limits;
-        let socket = self.open(zmq::SUB, limits.live_queue_messages)?;
+        let socket = self.open(zmq::SUB, &self.spec.events, limits.live_queue_messages)?;
         socket.set_reconnect_ivl(-1)?;
         socket.set_subscribe(self.spec.topic.as_bytes())?;
         let number = MONITORS.fetch_add(1, Ordering::Relaxed);
@@ -251,14 +251,20 @@ impl Stream {
         let Some(endpoint) = &self.spec.replay else {
             return Err(zmq::Error::EINVAL);
         };
-        let socket = self.open(zmq::DEALER, self.options.limits.replay_queue_messages)?;
+        let queue_messages = self.options.limits.replay_queue_messages;
+        let socket = self.open(zmq::DEALER, endpoint, queue_messages)?;
         socket.connect(&endpoint.to_string())?;
         let start = from.to_be_bytes();
         socket.send_multipart([&b""[..], &start[..]], zmq::DONTWAIT)?;
         Ok(socket)
     }
 
-    fn open(&self, kind: zmq::SocketType, queue_messages: i32) -> zmq::Result<zmq::Socket> {
+    fn open(
+        &self,
+        kind: zmq::SocketType,
+        endpoint: &Endpoint,
+        queue_messages: i32,
+    ) -> zmq::Result<zmq::Socket> {
         let timing = &self.options.timing;
         let limit = self.options.limits.payload_bytes.saturating_mul(2);
         let socket = self.context.socket(kind)?;
@@ -266,7 +272,7 @@ impl Stream {
         socket.set_rcvhwm(queue_messages)?;
         // A part slightly over the limit is passed over; one far over it costs the connection.
         socket.set_maxmsgsize(i64::try_from(limit).unwrap_or(i64::MAX))?;
-        socket.set_ipv6(self.spec.events.uses_ipv6(self.attempt))?;
+        socket.set_ipv6(endpoint.uses_ipv6(self.attempt))?;
         socket
             .set_connect_timeout(i32::try_from(timing.connect.as_millis()).unwrap_or(i32::MAX))?;
         // Finds peers that went away without a word, within 25 s. ZeroMQ's own heartbeat would cut off publishers that
