@@ -103,6 +103,9 @@ impl fmt::Display for HostPort {
     }
 }
 
+/// Longest path of a worker's URL.
+const MAX_PREFIX: usize = 1_024;
+
 /// Where a worker's HTTP server is: `http://host:port`, optionally with a path before the API's own.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct WorkerUrl {
@@ -129,6 +132,18 @@ impl WorkerUrl {
             .map_or((rest, ""), |slash| rest.split_at(slash));
         if path.contains(['?', '#']) || path.contains(char::is_whitespace) {
             return Err(format!("url {text:?} must not have a query or fragment"));
+        }
+        if authority.contains('@') {
+            return Err("url must not have credentials".to_owned());
+        }
+        // What is no path in a request line would be found out with the first request only.
+        if path.len() > MAX_PREFIX
+            || !path.is_ascii()
+            || (!path.is_empty() && path.parse::<hyper::Uri>().is_err())
+        {
+            return Err(format!(
+                "url {text:?} has a path that cannot stand in a request; accepted: up to {MAX_PREFIX} ASCII characters, others percent-encoded"
+            ));
         }
         let address = HostPort::parse(authority, Some(80)).map_err(|e| format!("url: {e}"))?;
         Ok(Self {
@@ -217,6 +232,10 @@ mod tests {
             "https://w1",
             "http://",
             "http://u@h:1",
+            "http://u:p@h:1",
+            "http://h:1/a<b",
+            "http://h:1/a`b",
+            "http://h:1/ä",
             "http://h:1/?q",
             "ftp://h",
         ] {

@@ -124,6 +124,8 @@ pub struct Reading {
     pub mode: Mode,
     /// The engine's cached tokens can be held against the prompt.
     pub audited: bool,
+    /// The trusted salt could not be written into the body, which an engine may read with the client's own.
+    pub lacks_tenant_salt: bool,
 }
 
 /// How a prompt was understood.
@@ -204,15 +206,11 @@ impl Reader {
         trusted: &Trusted,
         members: &Members,
     ) -> Reading {
-        if !body.trim_ascii_start().starts_with(b"{") {
+        if !guard::may_hold_object(&body) {
             return self.by_load(body);
         }
         let Ok(fields) = serde_json::from_slice::<Fields<'_>>(&body) else {
-            let handoff_field = guard::mentioned_in(&body);
-            return Reading {
-                handoff_field,
-                ..self.by_load(body)
-            };
+            return self.unreadable(endpoint, body, trusted);
         };
         let handoff_field = guard::handoff_field(&fields);
         let model = fields.model.and_then(text_of).unwrap_or_default();
@@ -242,6 +240,18 @@ impl Reader {
             mode: found.mode,
             audited: found.audited && fields.is_audited(),
             body: rewritten.unwrap_or(body),
+            lacks_tenant_salt: false,
+        }
+    }
+
+    /// A body that an engine with another parser may still read: UTF-16, NaN, half of a surrogate pair.
+    fn unreadable(&self, endpoint: Endpoint, body: Bytes, trusted: &Trusted) -> Reading {
+        let lacks_tenant_salt = trusted.tenant_salt.is_some()
+            && (endpoint != Endpoint::Other || guard::mentions(&body, "cache_salt"));
+        Reading {
+            handoff_field: guard::mentioned_in(&body),
+            lacks_tenant_salt,
+            ..self.by_load(body)
         }
     }
 
@@ -256,6 +266,7 @@ impl Reader {
             handoff_field: None,
             mode: Mode::Load,
             audited: false,
+            lacks_tenant_salt: false,
         }
     }
 

@@ -49,6 +49,7 @@ const fn names(status: StatusCode) -> (&'static str, &'static str) {
         408 => ("invalid_request_error", "request_timeout"),
         409 => ("invalid_request_error", "conflict"),
         413 => ("invalid_request_error", "request_too_large"),
+        414 => ("invalid_request_error", "uri_too_long"),
         502 => ("upstream_error", "bad_gateway"),
         503 => ("service_unavailable_error", "no_eligible_worker"),
         504 => ("upstream_error", "upstream_timeout"),

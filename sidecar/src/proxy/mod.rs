@@ -64,6 +64,9 @@ struct Timeouts {
     response_idle: Duration,
 }
 
+/// Longest path and query of a request. With a worker's own path before it, it stays below what a URI may have.
+const MAX_PATH: usize = 60_000;
+
 /// What is known of a request besides its body.
 struct Head {
     method: Method,
@@ -138,10 +141,17 @@ impl Proxy {
                 "CONNECT is not supported: requests go to the configured workers only",
             ));
         }
-        let trusted = self.trusted(&parts.headers);
+        let trusted = self.trusted(&parts.headers)?;
         let session = self.believed(&parts.headers, "x-session-id");
         let priority = self.believed(&parts.headers, "x-kvlane-priority");
         let path = parts.uri.path_and_query().map_or("/", |path| path.as_str());
+        if path.len() > MAX_PATH {
+            return Err(Refusal::closing(
+                "path_too_long",
+                StatusCode::URI_TOO_LONG,
+                &format!("the path is longer than {MAX_PATH} bytes"),
+            ));
+        }
         let head = Head {
             endpoint: Endpoint::of(parts.uri.path()),
             path: Bytes::copy_from_slice(path.as_bytes()),
@@ -170,6 +180,13 @@ impl Proxy {
                 &format!("{field} is set by the router alone and is not accepted from clients"),
             ));
         }
+        if reading.lacks_tenant_salt {
+            return Err(Refusal::new(
+                "tenant_salt",
+                StatusCode::BAD_REQUEST,
+                "the request body is not JSON in UTF-8, so the tenant's cache salt cannot be written into it",
+            ));
+        }
         self.metrics.count_prompt(reading.mode.as_str());
         Attempt::new(self, &head, reading).run(close).await
     }
@@ -193,10 +210,23 @@ impl Proxy {
         })
     }
 
-    fn trusted(&self, headers: &hyper::HeaderMap) -> Trusted {
-        Trusted {
-            tenant_salt: self.believed(headers, "x-kvlane-tenant-salt"),
+    /// Reads what is believed of the headers. A salt that cannot be read must not leave the choice to the body.
+    fn trusted(&self, headers: &hyper::HeaderMap) -> Result<Trusted, Refusal> {
+        const SALT: &str = "x-kvlane-tenant-salt";
+        let readable =
+            |value: &hyper::header::HeaderValue| std::str::from_utf8(value.as_bytes()).is_ok();
+        let mut given = headers.get_all(SALT).iter();
+        let is_clear = given.next().is_none_or(readable) && given.next().is_none();
+        if self.config.trusted_headers && !is_clear {
+            return Err(Refusal::new(
+                "tenant_salt",
+                StatusCode::BAD_REQUEST,
+                "x-kvlane-tenant-salt is accepted once, in UTF-8",
+            ));
         }
+        Ok(Trusted {
+            tenant_salt: self.believed(headers, SALT),
+        })
     }
 
     /// Returns a header that is only believed when configured so.
@@ -204,7 +234,9 @@ impl Proxy {
         if !self.config.trusted_headers {
             return None;
         }
-        let value = headers.get(name)?.to_str().ok()?.trim();
+        let value = std::str::from_utf8(headers.get(name)?.as_bytes())
+            .ok()?
+            .trim();
         (!value.is_empty()).then(|| value.to_owned())
     }
 }

@@ -32,6 +32,20 @@ pub(super) fn mentioned_in(body: &[u8]) -> Option<String> {
         .map(str::to_owned)
 }
 
+/// Tells whether an engine may read an object out of a body that does not begin as one in UTF-8: Python's parser takes
+/// UTF-8 after a byte order mark, UTF-16 and UTF-32 as well.
+pub(super) fn may_hold_object(body: &[u8]) -> bool {
+    let marks: [&[u8]; 3] = [b"\xef\xbb\xbf", b"\xff\xfe", b"\xfe\xff"];
+    body.trim_ascii_start().starts_with(b"{")
+        || marks.iter().any(|mark| body.starts_with(mark))
+        || body.iter().take(2).any(|byte| *byte == 0)
+}
+
+/// Tells whether a body that cannot be read here mentions a field, however it is escaped.
+pub(super) fn mentions(body: &[u8], field: &str) -> bool {
+    memmem::find(&unescaped(body), field.as_bytes()).is_some()
+}
+
 /// Undoes `\u00XX` and drops the zero bytes of UTF-16 and UTF-32.
 fn unescaped(body: &[u8]) -> Vec<u8> {
     let mut plain = Vec::with_capacity(body.len());
@@ -83,5 +97,35 @@ mod tests {
             );
         }
         assert_eq!(mentioned_in(b"{\"prompt\": \"transfer\""), None);
+    }
+
+    #[test]
+    fn an_object_is_suspected_in_every_encoding_that_engines_read() {
+        let text = "{\"a\":1}";
+        let wide = |big: bool| -> Vec<u8> {
+            let unit = |unit: u16| {
+                if big {
+                    unit.to_be_bytes()
+                } else {
+                    unit.to_le_bytes()
+                }
+            };
+            text.encode_utf16().flat_map(unit).collect()
+        };
+        let marked = |mark: &[u8], body: Vec<u8>| [mark, &body].concat();
+        for body in [
+            text.as_bytes().to_vec(),
+            marked(b"\xef\xbb\xbf", text.into()),
+            marked(b"\xff\xfe", wide(false)),
+            marked(b"\xfe\xff", wide(true)),
+            wide(false),
+            wide(true),
+            marked(b"\0\0", wide(true)),
+        ] {
+            assert!(may_hold_object(&body), "{body:?}");
+        }
+        for body in [&b""[..], b"--boundary\r\n\r\nbootstrap_x", b"[1]", b"\"x\""] {
+            assert!(!may_hold_object(body), "{body:?}");
+        }
     }
 }

@@ -409,3 +409,70 @@ async fn a_model_that_one_worker_serves_goes_there() {
     }
     assert_eq!((one.count(), two.count()), (0, 10));
 }
+
+#[tokio::test]
+async fn no_way_of_writing_a_body_lets_it_choose_another_tenant() {
+    let worker = Mock::ok().await;
+    let handle = sidecar_with(&[&worker], |config| config.trusted_headers = true).await;
+    let text = r#"{"cache_salt":"victim","messages":[]}"#;
+    let wide: Vec<u8> = text.encode_utf16().flat_map(u16::to_be_bytes).collect();
+    let bodies: [Vec<u8>; 5] = [
+        br#"{"cache_salt":"victim","messages":[],"top_p":NaN}"#.to_vec(),
+        br#"{"\ud800":1,"cache_salt":"victim","messages":[]}"#.to_vec(),
+        [b"\xef\xbb\xbf", text.as_bytes()].concat(),
+        [&b"\xfe\xff"[..], &wide].concat(),
+        wide,
+    ];
+    let salted = [("x-kvlane-tenant-salt", "s1")];
+    for path in [CHAT, "/v1/chat%2Fcompletions"] {
+        for body in &bodies {
+            let answer = request(handle.proxy_addr, "POST", path, &salted, body).await;
+            assert_eq!(answer.status, 400, "{}", String::from_utf8_lossy(body));
+        }
+    }
+    let twice = [
+        ("x-kvlane-tenant-salt", "victim"),
+        ("x-kvlane-tenant-salt", "s1"),
+    ];
+    let answer = request(handle.proxy_addr, "POST", CHAT, &twice, text.as_bytes()).await;
+    assert_eq!(answer.status, 400);
+    assert_eq!(worker.count(), 0);
+    // A salt beyond ASCII counts like any other, and what carries no salt passes.
+    let foreign = [("x-kvlane-tenant-salt", "tenañt")];
+    request(handle.proxy_addr, "POST", CHAT, &foreign, text.as_bytes()).await;
+    assert_eq!(
+        worker.seen()[0].body,
+        r#"{"cache_salt":"tenañt","messages":[]}"#.as_bytes()
+    );
+    let upload = b"--b\r\n\r\n{\"custom_id\": NaN, bootstrap_host}\r\n--b--";
+    let answer = request(handle.proxy_addr, "POST", "/v1/files", &salted, upload).await;
+    assert_eq!(answer.status, 200);
+}
+
+#[tokio::test]
+async fn handoff_fields_are_refused_in_every_encoding() {
+    let worker = Mock::ok().await;
+    let handle = sidecar(&[&worker]).await;
+    let text = r#"{"prompt":"x","kv_transfer_params":{}}"#;
+    let wide: Vec<u8> = text.encode_utf16().flat_map(u16::to_be_bytes).collect();
+    for body in [
+        [b"\xef\xbb\xbf", text.as_bytes()].concat(),
+        [&b"\xfe\xff"[..], &wide].concat(),
+        wide,
+    ] {
+        let answer = request(handle.proxy_addr, "POST", "/v1/completions", &[], &body).await;
+        assert_eq!(answer.status, 400);
+    }
+    assert_eq!(worker.count(), 0);
+}
+
+#[tokio::test]
+async fn a_path_that_leaves_no_room_for_the_workers_own_is_refused() {
+    let worker = Mock::ok().await;
+    let handle = sidecar(&[&worker]).await;
+    let path = format!("/{}", "a".repeat(61_000));
+    let answer = request(handle.proxy_addr, "GET", &path, &[], b"").await;
+    assert_eq!(answer.status, 414);
+    assert_eq!(answer.json()["error"]["code"], "uri_too_long");
+    assert_eq!(worker.count(), 0);
+}
