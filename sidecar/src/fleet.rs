@@ -281,6 +281,12 @@ impl Worker {
         InFlight(Arc::clone(self))
     }
 
+    /// Wakes whoever waits for it, and lets nothing of it reach the router after this returns.
+    fn retire(&self) {
+        let _no_publishing = self.health.lock();
+        self.removed.cancel();
+    }
+
     fn change_breaker(&self, change: impl FnOnce(&mut Breaker)) {
         let (before, after) = {
             let mut breaker = self.breaker.lock();
@@ -304,6 +310,10 @@ impl Worker {
     /// Tells the router whether the worker may be chosen, when that changed.
     fn publish(&self) {
         let mut health = self.health.lock();
+        // Another worker may have its id by now, and would be marked for ever by what becomes of this one's last requests.
+        if self.removed.is_cancelled() {
+            return;
+        }
         let available = health.healthy != Some(false) && self.breaker.lock().passes();
         if health.available != available {
             health.available = available;
@@ -461,9 +471,11 @@ impl Fleet {
             .cloned()
             .partition(|worker| worker.id() == id);
         *members = Arc::new(Members::of(list));
+        for worker in &gone {
+            worker.retire();
+        }
         drop(members);
         for worker in gone {
-            worker.removed.cancel();
             worker.pool.close_idle();
             self.metrics.forget_worker(id);
         }

@@ -144,6 +144,10 @@ impl<'a> Attempt<'a> {
         tokio::select! {
             biased;
             answered = first_byte => match answered {
+                // Upgrades are never asked for, so this is no answer, and nothing of HTTP follows it.
+                Ok(Ok(response)) if response.status().is_informational() => {
+                    Err(Failure::Broken(format!("it answered {}", response.status())))
+                }
                 Ok(Ok(response)) => Ok(response),
                 Ok(Err(UpstreamError::Connect(why))) => Err(Failure::Connect(why)),
                 Ok(Err(UpstreamError::Broken(why))) => Err(Failure::Broken(why)),

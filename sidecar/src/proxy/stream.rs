@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 use hyper::StatusCode;
 use hyper::body::{Body, Frame, SizeHint};
-use hyper::header::CONTENT_TYPE;
+use hyper::header::{CONTENT_ENCODING, CONTENT_LENGTH, CONTENT_TYPE};
 use hyper::http::response::Parts;
 use kvlane::{Decision, Outcome, RequestGuard};
 use tokio::time::Sleep;
@@ -115,6 +115,8 @@ pub(super) struct ForwardBody {
     booking: Option<Booking>,
     status: StatusCode,
     is_events: bool,
+    /// An event can be added to it: its length was not announced, and it is not compressed.
+    takes_error_event: bool,
     usage: UsageScanner,
     lines: EventLines,
     /// Tokens reported to the booking so far.
@@ -151,6 +153,9 @@ impl ForwardBody {
             booking: Some(booking),
             status: parts.status,
             is_events,
+            takes_error_event: is_events
+                && !parts.headers.contains_key(CONTENT_LENGTH)
+                && !parts.headers.contains_key(CONTENT_ENCODING),
             usage: UsageScanner::default(),
             lines: EventLines::default(),
             reported_tokens: 0,
@@ -241,7 +246,7 @@ impl ForwardBody {
             booking.finish(&Outcome::failed(), now);
         }
         let message = format!("worker {name:?} ended the response before it was complete: {why}");
-        if !self.is_events {
+        if !self.takes_error_event {
             return Poll::Ready(Some(Err(message.into())));
         }
         // A piece of a line is ended first, so that the error is an event of its own.
@@ -292,8 +297,8 @@ impl Body for ForwardBody {
                 if let Some(piece) = frame.data_ref() {
                     let piece = piece.clone();
                     self.observe(&piece);
-                    self.complete_if_settled();
                 }
+                self.complete_if_settled();
                 Poll::Ready(Some(Ok(frame)))
             }
             Poll::Ready(None) => {

@@ -313,8 +313,14 @@ impl Body for UpstreamBody {
             self.lease.drive(cx);
             polled = Pin::new(&mut self.incoming).poll_frame(cx);
         }
-        // A reader stops at the announced length without asking for the end, so the end is noticed with the last piece.
-        if matches!(polled, Poll::Ready(None)) || self.incoming.is_end_stream() {
+        // A reader stops at the announced length, or at the trailers, without asking for the end, so the end is noticed
+        // with the last piece.
+        let ended = match &polled {
+            Poll::Ready(None) => true,
+            Poll::Ready(Some(Ok(frame))) => frame.is_trailers() || self.incoming.is_end_stream(),
+            Poll::Ready(Some(Err(_))) | Poll::Pending => self.incoming.is_end_stream(),
+        };
+        if ended {
             self.settle(cx);
         }
         polled

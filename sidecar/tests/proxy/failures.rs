@@ -376,3 +376,92 @@ async fn an_unhealthy_worker_is_not_chosen_and_comes_back() {
     }
     assert!(one.count() > 0);
 }
+
+#[tokio::test]
+async fn what_becomes_of_a_removed_worker_says_nothing_about_its_successor() {
+    let script = |_: &_| {
+        let mut steps = deltas(1);
+        steps.push(Step::Wait(Duration::from_millis(400)));
+        steps.push(Step::Reset);
+        steps
+    };
+    let old = Mock::start(script).await;
+    let handle = sidecar(&[&old]).await;
+    let address = handle.proxy_addr;
+    let streams: Vec<_> = (0..4)
+        .map(|number| tokio::spawn(async move { post(address, CHAT, &chat(number, true)).await }))
+        .collect();
+    eventually("sent", || async { old.count() == 4 }).await;
+    tokio::time::sleep(Duration::from_millis(100)).await;
+    assert_eq!(
+        admin(&handle, "DELETE", "/v1/workers/w1", "").await.status,
+        200
+    );
+    let new = Mock::ok().await;
+    let body = format!(r#"{{"id":"w1","url":"{}"}}"#, new.url());
+    assert_eq!(
+        admin(&handle, "POST", "/v1/workers", &body).await.status,
+        200
+    );
+    for stream in streams {
+        // More of them break than open a breaker.
+        assert!(stream.await.unwrap().text().contains("\"error\""));
+    }
+    for number in 0..5 {
+        assert_eq!(post(address, CHAT, &chat(number, false)).await.status, 200);
+    }
+    assert_eq!(new.count(), 5);
+    assert_eq!(sum(&handle, "active_requests").await, 0.0);
+}
+
+#[tokio::test]
+async fn an_event_stream_that_cannot_take_an_error_event_is_cut_off() {
+    for header in [
+        "content-length: 400",
+        "content-encoding: gzip\r\ntransfer-encoding: chunked",
+    ] {
+        let head =
+            format!("HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n{header}\r\n\r\n");
+        let worker = Mock::start(move |_| {
+            let piece = b"data: 1\n\n";
+            let piece = if head.contains("chunked") {
+                chunk(piece)
+            } else {
+                piece.to_vec()
+            };
+            vec![
+                Step::Send(head.clone().into_bytes()),
+                Step::Send(piece),
+                Step::Wait(Duration::from_millis(50)),
+                Step::Reset,
+            ]
+        })
+        .await;
+        let handle = sidecar(&[&worker]).await;
+        let mut client = Client::connect(handle.proxy_addr).await;
+        client
+            .send("POST", CHAT, &[], chat(1, true).as_bytes())
+            .await;
+        let answer = client.answer().await;
+        assert_eq!(
+            (answer.text().as_str(), answer.complete),
+            ("data: 1\n\n", false)
+        );
+        assert_eq!(sum(&handle, "active_requests").await, 0.0);
+    }
+}
+
+#[tokio::test]
+async fn a_switch_of_protocols_that_nobody_asked_for_is_a_failure() {
+    let worker = Mock::start(|_| {
+        vec![Step::Send(
+            b"HTTP/1.1 101 Switching Protocols\r\nconnection: upgrade\r\nupgrade: x\r\n\r\n"
+                .to_vec(),
+        )]
+    })
+    .await;
+    let handle = sidecar(&[&worker]).await;
+    let answer = post(handle.proxy_addr, CHAT, &chat(1, false)).await;
+    assert_eq!(answer.status, 502);
+    assert!(answer.text().contains("101"), "{}", answer.text());
+}

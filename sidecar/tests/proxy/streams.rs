@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use crate::client::{CHAT, Client, chat, post};
 use crate::mock::{Mock, Step, chunk, events_head, last_chunk};
-use crate::setup::{metric, sidecar};
+use crate::setup::{metric, sidecar, sidecar_with};
 
 const STREAM: &str = "data: {\"t\":\"日本\"}\n\ndata:{\"t\":\"🎉\"}\n\ndata: {\"usage\":{\"prompt_tokens\":160,\"prompt_tokens_details\":{\"cached_tokens\":64}}}\n\ndata: [DONE]\n\n";
 
@@ -94,4 +94,30 @@ async fn five_megabytes_without_a_line_end_pass() {
     let handle = sidecar(&[&worker]).await;
     let answer = post(handle.proxy_addr, CHAT, &chat(1, true)).await;
     assert_eq!(answer.body.len(), 6 + 80 * 65_536);
+}
+
+#[tokio::test]
+async fn a_response_with_trailers_is_complete_and_keeps_its_connection() {
+    let worker = Mock::start(|_| {
+        let mut steps = vec![Step::Send(
+            b"HTTP/1.1 200 OK\r\ntrailer: x-t\r\ntransfer-encoding: chunked\r\n\r\n".to_vec(),
+        )];
+        steps.push(Step::Send(chunk(b"{}")));
+        steps.push(Step::Send(b"0\r\nx-t: 1\r\n\r\n".to_vec()));
+        steps
+    })
+    .await;
+    let handle = sidecar_with(&[&worker], |config| {
+        config.health_interval_seconds = 100.0;
+        config.scrape_interval_seconds = 100.0;
+    })
+    .await;
+    let before = worker.connections();
+    for number in 0..5 {
+        let answer = post(handle.proxy_addr, CHAT, &chat(number, false)).await;
+        assert_eq!(answer.text(), "{}");
+    }
+    let series = "kvlane_cancelled_requests_total{worker=\"w1\"}";
+    assert_eq!(metric(&handle, series).await, 0.0);
+    assert!(worker.connections() <= before + 1);
 }
