@@ -29,7 +29,7 @@ have_cargo_fuzz() {
 if have_cargo_fuzz; then
   run() {
     cargo +nightly fuzz run --target-dir "$target/fuzz" "$1" -- \
-      "-max_total_time=$seconds" -rss_limit_mb=2048 -timeout=20 -print_final_stats=1
+      "-max_total_time=$seconds" -rss_limit_mb=2048 -timeout=20 -verbosity=0 -print_final_stats=1
   }
 else
   say "no nightly toolchain or no cargo-fuzz: fuzzing by plain mutation"
