@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
-use kvlane::{Router, TrustState};
+use kvlane::{IndexMode, Router, TrustState};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use tracing::{info, warn};
@@ -82,13 +82,15 @@ impl App {
         }))
     }
 
-    /// Adds a worker and begins to follow its events, health and load.
+    /// Adds a worker and begins to follow its health, its load and, unless `index` is approximate, its events.
     ///
     /// # Errors
     /// Its id is taken, or its events cannot be followed.
     pub fn add_worker(&self, config: WorkerConfig) -> kvlane::Result<()> {
         let worker = self.fleet.add(config, Instant::now())?;
-        if let Err(error) = self.events.follow(&worker.config) {
+        if self.config.router.index == IndexMode::Events
+            && let Err(error) = self.events.follow(&worker.config)
+        {
             self.fleet.remove(worker.id())?;
             return Err(error);
         }

@@ -136,11 +136,13 @@ pub enum SkipReason {
     DuplicateBatch,
     /// A pending store that was dropped because too many were pending.
     OrphanLimit,
+    /// A batch for a router that is configured to go by its own placements alone.
+    ApproximateIndex,
 }
 
 impl SkipReason {
     /// Every reason.
-    pub const ALL: [Self; 14] = [
+    pub const ALL: [Self; 15] = [
         Self::Undecodable,
         Self::UnknownEvent,
         Self::Malformed,
@@ -155,6 +157,7 @@ impl SkipReason {
         Self::UnknownBlock,
         Self::DuplicateBatch,
         Self::OrphanLimit,
+        Self::ApproximateIndex,
     ];
 
     /// Returns the stable code.
@@ -175,6 +178,7 @@ impl SkipReason {
             Self::UnknownBlock => "unknown_block",
             Self::DuplicateBatch => "duplicate_batch",
             Self::OrphanLimit => "orphan_limit",
+            Self::ApproximateIndex => "approximate_index",
         }
     }
 }

@@ -2,6 +2,7 @@
 
 use std::time::Instant;
 
+use crate::config::IndexMode;
 use crate::error::Result;
 use crate::event::apply::{apply_batch, skip};
 use crate::event::gap::Verdict;
@@ -19,7 +20,8 @@ impl Router {
     /// (`report.gap`; what is held becomes unconfirmed and goes after the TTL unless stored again), a step back means that
     /// the engine restarted (its old entries are cleared first). Without, the batch is applied as it is.
     ///
-    /// An undecodable payload changes no entry: the report has `applied == 0` and the reason.
+    /// An undecodable payload changes no entry: the report has `applied == 0` and the reason. So has every payload when the
+    /// router is configured with [`IndexMode::Approximate`].
     ///
     /// # Errors
     /// Unknown worker or rank; the router is closed.
@@ -36,16 +38,20 @@ impl Router {
             let workers = self.inner.workers.read();
             std::sync::Arc::clone(workers.target(worker, dp_rank)?)
         };
-        let decoded = decode_batch(payload);
+        let decoded = match self.inner.config.index {
+            IndexMode::Events => Some(decode_batch(payload)),
+            IndexMode::Approximate => None,
+        };
         let mut stream = target.stream.lock();
         if stream.removed {
             return Err(crate::error::Error::unknown_worker(worker));
         }
         let report = match decoded {
-            Ok(batch) => self
-                .inner
-                .apply(&target, &mut stream, sequence, payload, &batch, now),
-            Err(error) => self.inner.undecodable(
+            Some(Ok(batch)) => {
+                self.inner
+                    .apply(&target, &mut stream, sequence, payload, &batch, now)
+            }
+            Some(Err(error)) => self.inner.undecodable(
                 &target,
                 &mut stream,
                 sequence,
@@ -53,6 +59,11 @@ impl Router {
                 &error.to_string(),
                 now,
             ),
+            None => {
+                let mut report = IngestReport::default();
+                skip(&mut report, SkipReason::ApproximateIndex, 1);
+                report
+            }
         };
         stream.events += report.applied;
         for (reason, count) in &report.skipped {

@@ -114,6 +114,8 @@ pub(crate) struct Trust {
 /// Why usable-looking events are not believed; each kind recovers by its own evidence.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Mismatch {
+    /// Events are not asked for: for good.
+    Configured,
     BlockSize,
     Audit,
 }
@@ -139,6 +141,7 @@ impl Trust {
     /// A worker whose events are not asked for.
     pub(crate) fn configured_approximate(now: Instant) -> Self {
         let mut trust = Self::new(now);
+        trust.mismatch = Some(Mismatch::Configured);
         trust.set(
             TrustState::Approximate,
             Some("the router is configured with index \"approximate\"".to_owned()),
@@ -228,6 +231,9 @@ impl Trust {
 
     /// The engine's block size does not fit the router's.
     pub(crate) fn block_size_refused(&mut self, engine: u32, router: usize, now: Instant) {
+        if self.mismatch == Some(Mismatch::Configured) {
+            return; // own placements are in the router's blocks, whatever the engine's are
+        }
         self.mismatch = Some(Mismatch::BlockSize);
         let cause = format!(
             "engine block size {engine} is not a multiple of the router's block_size {router}"

@@ -1,3 +1,5 @@
+use crate::config::IndexMode;
+use crate::event::SkipReason;
 use crate::trust::TrustState;
 
 use super::*;
@@ -8,6 +10,37 @@ fn state(bench: &Bench, worker: &str, seconds: f64) -> TrustState {
         .trust(worker, 0, bench.at(seconds))
         .unwrap()
         .state
+}
+
+#[test]
+fn a_router_configured_to_be_approximate_goes_by_own_placements_alone() {
+    let bench = Bench::new(&["w1"], |config| config.index = IndexMode::Approximate);
+    let report = bench.ingest("w1", Some(0), vec![store(&[1], None, t(0, 4))]);
+    assert_eq!(
+        (
+            report.applied,
+            report.skipped[&SkipReason::ApproximateIndex]
+        ),
+        (0, 1)
+    );
+    assert_eq!(bench.overlap(&t(0, 4)), []);
+    bench
+        .router
+        .note_engine_block_size("w1", 3, bench.start)
+        .unwrap();
+    bench
+        .router
+        .restart_stream("w1", 0, "restarted", bench.start)
+        .unwrap();
+    let trust = bench.router.trust("w1", 0, bench.start).unwrap();
+    assert_eq!(trust.state, TrustState::Approximate);
+    assert!(trust.cause.unwrap().contains("configured"));
+    bench.release(bench.select(&t(0, 8)));
+    assert_eq!(
+        bench.overlap_of(&bench.prompt(&t(0, 8)), 100.0),
+        [("w1".to_owned(), 2)],
+        "believed for the TTL of 120 s"
+    );
 }
 
 #[test]
