@@ -249,8 +249,8 @@ impl ForwardBody {
         if !self.takes_error_event {
             return Poll::Ready(Some(Err(message.into())));
         }
-        // A piece of a line is ended first, so that the error is an event of its own.
-        let before = if self.lines.is_inside_line() {
+        // A piece of an event is ended first, so that the error is an event of its own.
+        let before = if self.lines.is_inside_event() {
             "\n\n"
         } else {
             ""

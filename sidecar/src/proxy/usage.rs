@@ -1,7 +1,7 @@
 //! What the proxy reads from a response on its way through: usage, events and the end marker.
 //!
 //! The bytes themselves are never touched. The side copy is bounded: 4 KiB after the word `"usage"`, and the first
-//! 16 bytes of a line. Text produced by a model cannot fake either: inside a JSON string a quote is escaped.
+//! 24 bytes of a line. Text produced by a model cannot fake either: inside a JSON string a quote is escaped.
 
 use memchr::memmem;
 use serde::Deserialize;
@@ -178,6 +178,8 @@ pub struct EventLines {
     head_len: usize,
     events: u32,
     ended: bool,
+    /// Lines since the last empty one, which is what ends an event.
+    is_inside_event: bool,
 }
 
 /// Enough for `event: message_stop` (19 bytes) and for `data: [DONE]`.
@@ -211,10 +213,10 @@ impl EventLines {
         self.ended || is_end(&self.head[..self.head_len])
     }
 
-    /// Tells whether the last line is not terminated yet.
+    /// Tells whether the last event is not ended yet by an empty line.
     #[must_use]
-    pub const fn is_inside_line(&self) -> bool {
-        self.head_len > 0
+    pub const fn is_inside_event(&self) -> bool {
+        self.is_inside_event || self.head_len > 0
     }
 
     fn finish_line(&mut self) {
@@ -223,6 +225,7 @@ impl EventLines {
             self.events = self.events.saturating_add(1);
         }
         self.ended |= is_end(head);
+        self.is_inside_event = !matches!(head, b"" | b"\r");
         self.head_len = 0;
     }
 }
@@ -331,6 +334,23 @@ mod tests {
             let mut scanner = UsageScanner::default();
             scanner.feed(body.as_bytes());
             assert_eq!(scanner.usage(), Some(expected), "{body}");
+        }
+    }
+
+    #[test]
+    fn an_event_ends_with_an_empty_line() {
+        for (text, inside) in [
+            ("", false),
+            ("data: {", true),
+            ("data: {}\n", true),
+            ("data: {}\r\n", true),
+            ("data: {}\n\n", false),
+            ("data: {}\r\n\r\n", false),
+            ("data: {}\n\n: keep-alive\n", true),
+        ] {
+            let mut lines = EventLines::default();
+            lines.feed(text.as_bytes());
+            assert_eq!(lines.is_inside_event(), inside, "{text:?}");
         }
     }
 
