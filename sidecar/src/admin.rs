@@ -46,7 +46,7 @@ async fn answer(app: &App, request: Request<Incoming>) -> Answer {
     match (&parts.method, path.as_str()) {
         (&Method::GET | &Method::HEAD, path) => get(app, path, query),
         (&Method::POST, "/v1/workers") => add_worker(app, &read(body).await?),
-        (&Method::POST, "/v1/overlap") => overlap(app, &read(body).await?),
+        (&Method::POST, "/v1/overlap") => overlap(app, &read(body).await?).await,
         (&Method::POST, path) => match worker_call(path) {
             Some((id, "drain")) => {
                 done(app.drain_worker(&id), &json!({"id": id, "draining": true}))
@@ -217,7 +217,7 @@ fn add_worker(app: &App, body: &[u8]) -> Answer {
 }
 
 /// Tells what the index knows of a prompt, given as `tokens`, `prompt` or `messages`.
-fn overlap(app: &App, body: &[u8]) -> Answer {
+async fn overlap(app: &App, body: &[u8]) -> Answer {
     let bad = |message: &str| Problem::new(StatusCode::BAD_REQUEST, message);
     let mut fields: Map<String, Value> = serde_json::from_slice(body).map_err(|error| {
         bad(&format!(
@@ -240,9 +240,17 @@ fn overlap(app: &App, body: &[u8]) -> Answer {
         }
     };
     let body = Bytes::from(Value::Object(fields).to_string());
-    let reading = app
-        .reader
-        .read(endpoint, body, &Trusted::default(), &app.fleet.members());
+    let (reader, members) = (Arc::clone(&app.reader), app.fleet.members());
+    // Tokenizing a long prompt is no work for the event loop.
+    let reading = tokio::task::spawn_blocking(move || {
+        reader.read(endpoint, body, &Trusted::default(), &members)
+    });
+    let reading = reading.await.map_err(|_| {
+        Problem::new(
+            StatusCode::INTERNAL_SERVER_ERROR,
+            "the prompt could not be read because of a fault in the router",
+        )
+    })?;
     let overlaps = app.router.overlap(&reading.prompt, Instant::now());
     let list: Vec<Value> = overlaps
         .into_iter()
