@@ -93,6 +93,27 @@ pub(super) struct Target {
     pub(super) belief: Belief,
 }
 
+impl Target {
+    pub(super) fn new(id: WorkerRank, slot: Slot, life: u64, trust: Trust) -> Self {
+        Self {
+            belief: Belief::new(&trust),
+            id,
+            slot,
+            life,
+            load: Mutex::default(),
+            stream: Mutex::new(Stream {
+                tracker: SequenceTracker::new(),
+                trust,
+                skipped: SkipCounts::new(),
+                batches: 0,
+                events: 0,
+                gaps: 0,
+                removed: false,
+            }),
+        }
+    }
+}
+
 /// A target's trust state, fidelity and confirmed device blocks, readable without a lock. A racing reader may see them
 /// from different moments.
 #[derive(Debug)]

@@ -5,16 +5,13 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Instant;
 
 use crate::error::{Error, Result};
-use crate::event::SkipCounts;
-use crate::event::gap::SequenceTracker;
 use crate::ids::{Slot, WorkerRank};
 use crate::index::{PrefixIndex, TierBlocks};
 use crate::load::LoadReport;
-use crate::sync::Mutex;
 use crate::worker::{RankTrust, WorkerInfo, WorkerSpec};
 
 use super::Router;
-use super::state::{Belief, Stream, Target, Worker};
+use super::state::{Target, Worker};
 
 impl Router {
     /// Registers a worker.
@@ -48,26 +45,11 @@ impl Router {
                     Slot(workers.slots - 1)
                 });
                 self.inner.bound_placements(slot, spec.kv_capacity_blocks);
-                let trust = self.inner.new_trust(now);
-                Arc::new(Target {
-                    belief: Belief::new(&trust),
-                    id: WorkerRank {
-                        worker: spec.id.clone(),
-                        dp_rank,
-                    },
-                    slot,
-                    life,
-                    load: Mutex::default(),
-                    stream: Mutex::new(Stream {
-                        tracker: SequenceTracker::new(),
-                        trust,
-                        skipped: SkipCounts::new(),
-                        batches: 0,
-                        events: 0,
-                        gaps: 0,
-                        removed: false,
-                    }),
-                })
+                let id = WorkerRank {
+                    worker: spec.id.clone(),
+                    dp_rank,
+                };
+                Arc::new(Target::new(id, slot, life, self.inner.new_trust(now)))
             })
             .collect();
         let (id, block_size) = (spec.id.clone(), spec.block_size);

@@ -98,6 +98,10 @@ impl Snapshot {
             "KV capacity of a rank, when known",
             capacity.collect(),
         )?;
+        self.encode_tiers(out)
+    }
+
+    fn encode_tiers(&self, out: &mut Writer<'_>) -> fmt::Result {
         let mut tiers = Vec::new();
         for info in &self.workers {
             let blocks = &info.index_blocks;
@@ -107,8 +111,7 @@ impl Snapshot {
                 ("disk", blocks.disk),
                 ("external", blocks.external),
             ] {
-                let mut labels = of(info);
-                labels.push(("tier", tier.to_owned()));
+                let labels = vec![("worker", info.id.to_string()), ("tier", tier.to_owned())];
                 tiers.push((labels, float(count)));
             }
         }
