@@ -14,7 +14,9 @@ use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::metrics::histogram::{Histogram, exponential_buckets};
 use prometheus_client::registry::Registry;
 
+use crate::config::PolicyKind;
 use crate::fleet::Fleet;
+use crate::request::Endpoint;
 use kvlane::Router;
 
 /// Labels of one series.
@@ -163,6 +165,15 @@ impl Metrics {
     /// Forgets the series of a removed worker.
     pub fn forget_worker(&self, id: &str) {
         self.workers.forget(id);
+        for policy in PolicyKind::ALL {
+            self.decisions.remove(&decision_labels(policy.as_str(), id));
+        }
+        for endpoint in Endpoint::ALL {
+            for class in STATUS_CLASSES {
+                let labels = request_labels(endpoint.as_str(), id, class);
+                self.requests.remove(&labels);
+            }
+        }
     }
 
     /// Counts an answered request.
@@ -174,12 +185,9 @@ impl Metrics {
             5 => "5xx",
             _ => "other",
         };
-        let labels = [
-            ("endpoint", endpoint.to_owned()),
-            ("worker", worker.to_owned()),
-            ("status", class.to_owned()),
-        ];
-        self.requests.get_or_create(&labels).inc();
+        self.requests
+            .get_or_create(&request_labels(endpoint, worker, class))
+            .inc();
     }
 
     /// Counts a request that the sidecar answered itself.
@@ -198,8 +206,9 @@ impl Metrics {
 
     /// Counts a decision and its time.
     pub fn count_decision(&self, policy: &'static str, worker: &str, took: Duration) {
-        let labels = [("policy", policy.to_owned()), ("worker", worker.to_owned())];
-        self.decisions.get_or_create(&labels).inc();
+        self.decisions
+            .get_or_create(&decision_labels(policy, worker))
+            .inc();
         self.decision_seconds.observe(took.as_secs_f64());
     }
 
@@ -220,6 +229,21 @@ impl Metrics {
         prometheus_text::encode(&mut text, &state)?;
         Ok(text)
     }
+}
+
+/// Values of the label `status`.
+const STATUS_CLASSES: [&str; 5] = ["2xx", "3xx", "4xx", "5xx", "other"];
+
+fn request_labels(endpoint: &str, worker: &str, class: &str) -> Labels<3> {
+    [
+        ("endpoint", endpoint.to_owned()),
+        ("worker", worker.to_owned()),
+        ("status", class.to_owned()),
+    ]
+}
+
+fn decision_labels(policy: &str, worker: &str) -> Labels<2> {
+    [("policy", policy.to_owned()), ("worker", worker.to_owned())]
 }
 
 impl WorkerFamilies {

@@ -45,6 +45,17 @@ pub enum Endpoint {
 }
 
 impl Endpoint {
+    /// Every API, for metrics with one series each.
+    pub const ALL: [Self; 7] = [
+        Self::Chat,
+        Self::Completions,
+        Self::Responses,
+        Self::Messages,
+        Self::Embeddings,
+        Self::Generate,
+        Self::Other,
+    ];
+
     /// Tells which API a path belongs to.
     #[must_use]
     pub fn of(path: &str) -> Self {

@@ -77,13 +77,10 @@ impl Pair {
         let listed = request(self.admin, "GET", "/v1/workers", "")
             .unwrap()
             .json();
-        let workers = listed
+        let worker = listed["workers"]
             .as_array()
-            .or_else(|| listed["workers"].as_array())
             .unwrap()
-            .clone();
-        let worker = workers
-            .into_iter()
+            .iter()
             .find(|info| info["id"] == worker)
             .unwrap();
         worker["trust"][0].clone()
