@@ -64,13 +64,18 @@ impl Audit {
 
     /// Takes in one request. `judged` says that the events claim to be complete, so that they can be contradicted.
     pub fn observe(&mut self, seen: &Observation, judged: bool) -> Finding {
-        if seen.predicted_tokens > 0 {
-            let confirmed =
-                seen.reported_tokens.saturating_add(seen.block_tokens) > seen.predicted_tokens;
+        // Complete events are the engine's word; what was guessed beyond them, and evicted meanwhile, is not its fault.
+        let promised = if judged && seen.exact_tokens && seen.confirmed_tokens > 0 {
+            seen.confirmed_tokens
+        } else {
+            seen.predicted_tokens
+        };
+        if promised > 0 {
+            let confirmed = seen.reported_tokens.saturating_add(seen.block_tokens) > promised;
             let share = if confirmed {
                 1.0
             } else {
-                f64::from(seen.reported_tokens) / f64::from(seen.predicted_tokens)
+                f64::from(seen.reported_tokens) / f64::from(promised)
             };
             self.fidelity += NEWEST * (share - self.fidelity);
         }
@@ -131,6 +136,18 @@ mod tests {
             block_tokens: 16,
             exact_tokens: true,
         }
+    }
+
+    #[test]
+    fn a_guess_beyond_complete_events_does_not_lower_the_fidelity() {
+        let mut audit = Audit::default();
+        for _ in 0..5 {
+            audit.observe(&seen(240, 96, 96), true);
+        }
+        assert!((audit.fidelity() - 1.0).abs() < 1e-9);
+        // Where events claim nothing, the guess is all there is to hold a worker to.
+        audit.observe(&seen(240, 96, 96), false);
+        assert!(audit.fidelity() < 0.9);
     }
 
     #[test]
