@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 
+use serde::de::DeserializeOwned;
 use serde_json::{Map, Value};
 use serde_saphyr::Spanned;
 
@@ -14,7 +15,7 @@ pub(super) fn apply(config: &mut Config, text: &str, name: &str) -> Result<(), C
         return Ok(());
     }
     let document: Option<BTreeMap<String, Spanned<Value>>> =
-        serde_saphyr::from_str(text).map_err(|error| ConfigError(format!("{name}: {error}")))?;
+        parse(text).map_err(|error| ConfigError(format!("{name}: {error}")))?;
     for (key, value) in document.unwrap_or_default() {
         let line = value.referenced.line();
         apply_key(config, &key, &value.value)
@@ -26,6 +27,11 @@ pub(super) fn apply(config: &mut Config, text: &str, name: &str) -> Result<(), C
         }
     }
     Ok(())
+}
+
+/// Parses without showing lines of the file in messages: one of them may hold the key of the admin listener.
+fn parse<T: DeserializeOwned>(text: &str) -> Result<T, serde_saphyr::Error> {
+    serde_saphyr::from_str_with_options(text, serde_saphyr::options! { with_snippet: false })
 }
 
 fn apply_key(config: &mut Config, key: &str, value: &Value) -> Result<(), String> {
@@ -70,7 +76,7 @@ fn apply_workers(config: &mut Config, value: &Value) -> Result<(), String> {
 
 /// Names a router key that stands both at the top level and under `router`.
 fn contradiction(text: &str, section: &Value) -> Option<String> {
-    let top: Map<String, Value> = serde_saphyr::from_str(text).ok()?;
+    let top: Map<String, Value> = parse(text).ok()?;
     let twice = section
         .as_object()?
         .keys()

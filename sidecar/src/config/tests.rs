@@ -224,6 +224,12 @@ fn secrets_are_never_shown() {
         !error.contains("short") && error.contains("admin_key"),
         "{error}"
     );
+    for after in ["  bad: [", "admin_key: super-secret-two", "\tx"] {
+        let text = format!("admin_key: super-secret-key\n{after}\n");
+        let error = yaml(&text).unwrap_err().to_string();
+        assert!(!error.contains("super"), "{error}");
+        assert!(error.contains("line"), "{error}");
+    }
     let key = config.admin_key.unwrap();
     assert!(
         key.matches(b"super-secret-key")
