@@ -63,7 +63,7 @@ pub struct Config {
     pub first_byte_timeout_seconds: f64,
     /// Seconds between two pieces of a response (default 300).
     pub response_idle_timeout_seconds: f64,
-    /// Seconds between two pieces of a request body (default 60).
+    /// Seconds between two pieces of a request body, and for which a client may leave what it is sent unread (default 60).
     pub client_idle_timeout_seconds: f64,
     /// Seconds that open requests have to finish after the first termination signal (default 30).
     pub shutdown_seconds: f64,

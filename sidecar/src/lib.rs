@@ -2,6 +2,7 @@
 
 pub mod admin;
 pub mod app;
+mod client_io;
 pub mod config;
 pub mod demo;
 pub mod engine;

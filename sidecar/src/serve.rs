@@ -25,6 +25,7 @@ pub use crate::config::ServeArgs;
 
 use crate::admin;
 use crate::app::App;
+use crate::client_io::ClientIo;
 use crate::config::{Config, ConfigError, seconds};
 use crate::net::HostPort;
 use crate::proxy::ProxyBody;
@@ -298,7 +299,7 @@ where
         .timer(TokioTimer::new())
         .header_read_timeout(settings.idle)
         .auto_date_header(false)
-        .serve_connection(TokioIo::new(stream), service);
+        .serve_connection(TokioIo::new(ClientIo::new(stream, settings.idle)), service);
     let mut connection = pin!(connection);
     tokio::select! {
         // An error here is the client's: it left, or sent what is no HTTP.

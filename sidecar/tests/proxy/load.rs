@@ -192,3 +192,34 @@ async fn reported_load_reaches_the_decision() {
     }
     assert_eq!((busy.count(), idle.count()), (0, 10));
 }
+
+#[tokio::test]
+async fn a_client_that_stays_and_reads_nothing_is_given_up() {
+    const LENGTH: usize = 64 << 20;
+    let worker = Mock::start(|_| {
+        let mut answer =
+            format!("HTTP/1.1 200 OK\r\ncontent-length: {LENGTH}\r\n\r\n").into_bytes();
+        answer.resize(answer.len() + LENGTH, b'x');
+        vec![Step::Send(answer)]
+    })
+    .await;
+    let handle = sidecar_with(&[&worker], |config| {
+        config.client_idle_timeout_seconds = 0.3
+    })
+    .await;
+    let mut client = Client::connect(handle.proxy_addr).await;
+    client
+        .send("POST", CHAT, &[], chat(1, true).as_bytes())
+        .await;
+    eventually("sent", || async { worker.count() == 1 }).await;
+    eventually("none booked", || async {
+        sum(&handle, "active_requests").await == 0.0
+    })
+    .await;
+    // One that reads slowly, and never pauses for that long, gets everything.
+    let mut slow = Client::connect(handle.proxy_addr).await;
+    slow.send("POST", CHAT, &[], chat(2, true).as_bytes()).await;
+    tokio::time::sleep(Duration::from_millis(150)).await;
+    assert!(slow.answer().await.complete);
+    drop(client);
+}
