@@ -16,9 +16,9 @@ use crate::text::{ChatMessage, ContentPart, chat_hashes};
 
 /// Hashes a chat prompt: tools, the `leading` messages of (role, content), then `messages`.
 ///
-/// `messages` is a JSON list of messages, or a string that stands for one message of the user. `tools` is JSON of any shape, taken as it is
-/// written, so the same tools must be written the same way. `leading` is for fields that a template renders before the messages, such as
-/// `system`.
+/// `messages` is a JSON list of messages, or a string that stands for one message of the user. `tools` is JSON of any shape,
+/// taken as it is written, so the same tools must be written the same way. `leading` is for fields that a template renders
+/// before the messages, such as `system`.
 ///
 /// # Errors
 /// [`ErrorKind::InvalidRequest`](crate::ErrorKind::InvalidRequest) when `messages` is neither a list nor a string, or it or a

@@ -120,8 +120,8 @@ pub struct CostBreakdown {
 /// ```
 ///
 /// # Source
-/// The shape (weighted uncached prefill blocks plus decode blocks) is that of NVIDIA Dynamo's KV router; fidelity,
-/// booked prefill and the tier credits are ours (DESIGN: cost).
+/// The shape (weighted uncached prefill blocks plus decode blocks) is that of NVIDIA Dynamo's KV router; fidelity and
+/// booked prefill are ours, and ARCHITECTURE.md says why. The default tier credits are assumptions, not measurements.
 pub fn cost(weights: &CostWeights, inputs: &CostInputs) -> Result<CostBreakdown> {
     if inputs.overlap.blocks() > inputs.request_blocks {
         return Err(Error::invalid(format!(

@@ -238,7 +238,8 @@ impl Subscriber {
     /// Ends all streams of a worker; a worker without any is no error.
     ///
     /// This is a barrier: when it returns, no call into the router for these streams is running, and nothing that they
-    /// had queued is applied any more. Call it before the worker is removed from the router. It waits for at most one such call, so it must not be called from within one.
+    /// had queued is applied any more. Call it before the worker is removed from the router. It waits for at most one such
+    /// call, so it must not be called from within one.
     pub fn unfollow(&self, worker: &str) {
         let mut ended = Vec::new();
         self.streams.lock().retain(|target, followed| {

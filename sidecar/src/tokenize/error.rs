@@ -6,7 +6,8 @@ use std::path::{Path, PathBuf};
 
 /// Why a model folder was not loaded or a prompt has no token ids.
 ///
-/// Only [`Load`](Self::Load) stops a start. The others concern one request, which is then routed without token ids.
+/// [`Load`](Self::Load) concerns every request, the others one. What has no token ids is routed by its text; nothing here
+/// stops a start.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum TokenizeError {
