@@ -122,7 +122,10 @@ async fn connect(address: SocketAddr) -> Result<SendRequest<Full<Bytes>>> {
     let (sender, connection) = hyper::client::conn::http1::handshake(TokioIo::new(stream))
         .await
         .map_err(unexpected)?;
-    // Ends by itself when the sender is dropped.
+    #[expect(
+        clippy::disallowed_methods,
+        reason = "it ends by itself when the sender is dropped"
+    )]
     tokio::spawn(connection);
     Ok(sender)
 }

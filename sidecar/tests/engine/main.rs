@@ -1,5 +1,9 @@
 //! The simulated engine over real sockets.
 #![expect(clippy::unwrap_used, reason = "helpers of tests fail by panicking")]
+#![expect(
+    clippy::disallowed_methods,
+    reason = "a test's tasks end with its runtime"
+)]
 
 mod client;
 mod events;

@@ -2,6 +2,10 @@
 
 #![expect(clippy::unwrap_used, reason = "helpers of tests fail the test")]
 #![expect(clippy::float_cmp, reason = "counts read as numbers are exact")]
+#![expect(
+    clippy::disallowed_methods,
+    reason = "a test's tasks end with its runtime"
+)]
 
 mod admin;
 mod client;
