@@ -14,11 +14,14 @@ use serde_json::{Map, Value, json};
 
 use crate::app::App;
 use crate::config::WorkerConfig;
+use crate::net::HostPort;
 use crate::proxy::{Problem, ProxyBody, full};
 use crate::request::{Endpoint, Trusted};
 
 /// Largest body of an admin call.
 const MAX_BODY: usize = 64 << 20;
+
+const BEARER: &[u8] = b"Bearer ";
 
 type Answer = Result<Response<ProxyBody>, Problem>;
 
@@ -103,7 +106,8 @@ fn authorise(app: &App, headers: &HeaderMap) -> Result<(), Problem> {
         let given = headers
             .get(AUTHORIZATION)
             .map(HeaderValue::as_bytes)
-            .and_then(|value| value.strip_prefix(b"Bearer "));
+            .and_then(|value| value.split_at_checked(BEARER.len()))
+            .and_then(|(scheme, key)| scheme.eq_ignore_ascii_case(BEARER).then_some(key));
         if !given.is_some_and(|given| key.matches(given)) {
             return Err(Problem::new(
                 StatusCode::UNAUTHORIZED,
@@ -119,10 +123,13 @@ fn authorise(app: &App, headers: &HeaderMap) -> Result<(), Problem> {
         .get(HOST)
         .and_then(|host| host.to_str().ok())
         .unwrap_or_default();
-    if origin
+    // A name that a page's owner lets point here makes both the same; a listener that only this machine reaches has none.
+    let is_own_name = !app.config.admin.is_loopback()
+        || HostPort::parse(host, Some(80)).is_ok_and(|host| host.is_loopback());
+    let is_same = origin
         .to_str()
-        .is_ok_and(|origin| origin.strip_prefix("http://") == Some(host))
-    {
+        .is_ok_and(|origin| origin.strip_prefix("http://") == Some(host));
+    if is_same && is_own_name {
         return Ok(());
     }
     Err(Problem::new(
@@ -224,21 +231,28 @@ async fn overlap(app: &App, body: &[u8]) -> Answer {
             "a JSON object with tokens, prompt or messages is accepted: {error}"
         ))
     })?;
-    if let Some(tokens) = fields.remove("tokens") {
-        fields.insert("prompt".to_owned(), tokens);
-    }
-    let endpoint = match (
-        fields.contains_key("prompt"),
-        fields.contains_key("messages"),
-    ) {
-        (true, false) => Endpoint::Completions,
-        (false, true) => Endpoint::Chat,
+    let given = ["tokens", "prompt", "messages"].map(|name| fields.contains_key(name));
+    let endpoint = match given {
+        [true, false, false] | [false, true, false] => Endpoint::Completions,
+        [false, false, true] => Endpoint::Chat,
         _ => {
             return Err(bad(
                 "exactly one of tokens, prompt and messages is accepted",
             ));
         }
     };
+    if let Some(tokens) = fields.remove("tokens") {
+        let is_token = |token: &Value| token.as_u64().is_some_and(|id| u32::try_from(id).is_ok());
+        if !tokens
+            .as_array()
+            .is_some_and(|list| list.iter().all(is_token))
+        {
+            return Err(bad(
+                "tokens: a list of numbers from 0 to 4,294,967,295 is accepted",
+            ));
+        }
+        fields.insert("prompt".to_owned(), tokens);
+    }
     let body = Bytes::from(Value::Object(fields).to_string());
     let (reader, members) = (Arc::clone(&app.reader), app.fleet.members());
     // Tokenizing a long prompt is no work for the event loop.

@@ -5,6 +5,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
 use kvlane::{IndexMode, Router, TrustState};
+use parking_lot::Mutex;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use tracing::{info, warn};
@@ -33,6 +34,9 @@ pub struct App {
     /// The proxy.
     pub proxy: Arc<Proxy>,
     events: EventStreams,
+    /// Held while a worker is added or removed: half of one change must not mix with another of the same id, or a removed
+    /// worker's events would be followed on.
+    changing: Mutex<()>,
     tasks: TaskTracker,
     stop: CancellationToken,
     stopping: AtomicBool,
@@ -70,6 +74,7 @@ impl App {
         ));
         Ok(Arc::new(Self {
             events: EventStreams::new((*router).clone()),
+            changing: Mutex::new(()),
             config,
             router,
             fleet,
@@ -87,6 +92,7 @@ impl App {
     /// # Errors
     /// Its id is taken, or its events cannot be followed.
     pub fn add_worker(&self, config: WorkerConfig) -> kvlane::Result<()> {
+        let _changing = self.changing.lock();
         let worker = self.fleet.add(config, Instant::now())?;
         if self.config.router.index == IndexMode::Events
             && let Err(error) = self.events.follow(&worker.config)
@@ -116,6 +122,7 @@ impl App {
     /// # Errors
     /// It is unknown.
     pub fn remove_worker(&self, id: &str) -> kvlane::Result<()> {
+        let _changing = self.changing.lock();
         if self.fleet.members().find(id).is_some() {
             self.events.unfollow(id);
         }

@@ -471,11 +471,9 @@ impl Fleet {
             .cloned()
             .partition(|worker| worker.id() == id);
         *members = Arc::new(Members::of(list));
-        for worker in &gone {
-            worker.retire();
-        }
-        drop(members);
+        // Before another worker of that id can come, whose series these would be.
         for worker in gone {
+            worker.retire();
             worker.pool.close_idle();
             self.metrics.forget_worker(id);
         }
