@@ -23,6 +23,7 @@ use tracing::warn;
 
 use crate::fleet::Members;
 use crate::metrics::Metrics;
+use crate::tokenize::TokenizeError;
 use fields::Fields;
 
 /// The APIs whose prompts are understood.
@@ -100,13 +101,13 @@ pub trait Tokenize: Send + Sync {
     ///
     /// # Errors
     /// Says why it cannot.
-    fn encode_text(&self, text: &str, add_special_tokens: bool) -> Result<Vec<u32>, String>;
+    fn encode_text(&self, text: &str, add_special_tokens: bool) -> Result<Vec<u32>, TokenizeError>;
 
     /// Renders the body of a chat request with the model's template and encodes it.
     ///
     /// # Errors
     /// Says why it cannot.
-    fn encode_chat(&self, body: &Value) -> Result<Vec<u32>, String>;
+    fn encode_chat(&self, body: &Value) -> Result<Vec<u32>, TokenizeError>;
 }
 
 /// What a request's headers say, when they are believed.
@@ -371,7 +372,7 @@ impl Reader {
         if let Some(tokenizer) = &self.tokenizer {
             match tokenizer.encode_text(text, special) {
                 Ok(tokens) => return self.one_list(&tokens, salt),
-                Err(why) => self.complain("prompt could not be tokenized", &why),
+                Err(why) => self.not_tokenized("prompt could not be tokenized", &why),
             }
         }
         Found::text(Prompt::from_text(text_hashes(text, salt)))
@@ -389,11 +390,13 @@ impl Reader {
             && !messages::have_media(raw)
         {
             let encoded = serde_json::from_slice::<Value>(body)
-                .map_err(|error| error.to_string())
+                .map_err(|error| TokenizeError::Invalid(error.to_string()))
                 .and_then(|body| tokenizer.encode_chat(&body));
             match encoded {
                 Ok(tokens) => return Some(self.one_list(&tokens, salt)),
-                Err(why) => self.complain("chat could not be rendered as the engine does", &why),
+                Err(why) => {
+                    self.not_tokenized("chat could not be rendered as the engine does", &why)
+                }
             }
         }
         self.as_text(fields, raw, salt)
@@ -410,6 +413,14 @@ impl Reader {
         }
         let hashes = messages::hashes(fields, raw, salt)?;
         Some(Found::text(Prompt::from_text(hashes)))
+    }
+
+    /// Says that a prompt has no token ids, unless the request alone is to blame: a malformed one, which the engine
+    /// refuses, must not raise the gauge and use up the one line.
+    fn not_tokenized(&self, what: &str, why: &TokenizeError) {
+        if !matches!(why, TokenizeError::Invalid(_)) {
+            self.complain(what, &why.to_string());
+        }
     }
 
     /// Says once that a tokenizer or template fails; from then on a gauge says it.

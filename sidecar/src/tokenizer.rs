@@ -6,11 +6,11 @@ use std::sync::Arc;
 use serde_json::Value;
 
 use crate::request::Tokenize;
-use crate::tokenize::ModelTokenizer;
+use crate::tokenize::{ModelTokenizer, TokenizeError};
 
 /// Loads a model folder off the event loop; beside the tokenizer comes what is wrong with it from the start.
 pub async fn load(path: PathBuf) -> (Arc<dyn Tokenize>, Option<String>) {
-    let load = move || ModelTokenizer::load(&path).map_err(|error| error.to_string());
+    let load = move || ModelTokenizer::load(&path);
     let loaded = tokio::task::spawn_blocking(load).await;
     let why = match loaded {
         Ok(Ok(tokenizer)) => {
@@ -18,34 +18,37 @@ pub async fn load(path: PathBuf) -> (Arc<dyn Tokenize>, Option<String>) {
             return (Arc::new(Loaded(tokenizer)), problem);
         }
         Ok(Err(why)) => why,
-        Err(_) => "the tokenizer could not be read because of a fault in the router".to_owned(),
+        Err(_) => TokenizeError::Encode("reading it ended in a fault of the router".to_owned()),
     };
-    (Arc::new(Missing(why.clone())), Some(why))
+    let said = why.to_string();
+    (Arc::new(Missing(why)), Some(said))
 }
 
 struct Loaded(ModelTokenizer);
 
 impl Tokenize for Loaded {
-    fn encode_text(&self, text: &str, add_special_tokens: bool) -> Result<Vec<u32>, String> {
-        self.0
-            .encode(text, add_special_tokens)
-            .map_err(|error| error.to_string())
+    fn encode_text(&self, text: &str, add_special_tokens: bool) -> Result<Vec<u32>, TokenizeError> {
+        self.0.encode(text, add_special_tokens)
     }
 
-    fn encode_chat(&self, body: &Value) -> Result<Vec<u32>, String> {
-        self.0.encode_chat(body).map_err(|error| error.to_string())
+    fn encode_chat(&self, body: &Value) -> Result<Vec<u32>, TokenizeError> {
+        self.0.encode_chat(body)
     }
 }
 
 /// Stands for a tokenizer that could not be loaded.
-struct Missing(String);
+struct Missing(TokenizeError);
 
 impl Tokenize for Missing {
-    fn encode_text(&self, _text: &str, _add_special_tokens: bool) -> Result<Vec<u32>, String> {
+    fn encode_text(
+        &self,
+        _text: &str,
+        _add_special_tokens: bool,
+    ) -> Result<Vec<u32>, TokenizeError> {
         Err(self.0.clone())
     }
 
-    fn encode_chat(&self, _body: &Value) -> Result<Vec<u32>, String> {
+    fn encode_chat(&self, _body: &Value) -> Result<Vec<u32>, TokenizeError> {
         Err(self.0.clone())
     }
 }

@@ -65,13 +65,13 @@ impl Router {
     ) -> Result<Option<RequestGuard>> {
         self.check(request)?;
         self.tick_if_due(now);
-        if let Some(earlier) = self.inner.lease_of(request.request_id) {
-            self.inner.release(earlier, None, now);
-        }
         let workers = self.inner.workers.read();
         let known = self.inner.look_up(request.prompt, now);
         let booked = booked_request(request, self.inner.config.block_size.tokens());
         let mut booking = self.inner.booking.lock();
+        if let Some(earlier) = self.inner.lease_of(request.request_id) {
+            self.inner.release(earlier, None, now);
+        }
         let priced = self
             .inner
             .price(&workers, &booking, request, &known, &booked, now)?;
@@ -106,6 +106,12 @@ impl Router {
     ) -> Result<RequestGuard> {
         self.check(request)?;
         self.tick_if_due(now);
+        let workers = self.inner.workers.read();
+        let target = workers.target(worker, dp_rank.unwrap_or(0))?;
+        let owner = workers.worker(worker)?;
+        let known = self.inner.look_up(request.prompt, now);
+        let booked = booked_request(request, self.inner.config.block_size.tokens());
+        let mut booking = self.inner.booking.lock();
         if let Some(id) = request.request_id
             && self.inner.lease_of(Some(id)).is_some()
         {
@@ -113,12 +119,6 @@ impl Router {
                 "request id {id:?} is booked already; finish it first, or let select supersede it"
             )));
         }
-        let workers = self.inner.workers.read();
-        let target = workers.target(worker, dp_rank.unwrap_or(0))?;
-        let owner = workers.worker(worker)?;
-        let known = self.inner.look_up(request.prompt, now);
-        let booked = booked_request(request, self.inner.config.block_size.tokens());
-        let mut booking = self.inner.booking.lock();
         let weights = CostWeights::new(&self.inner.config, &request.overrides);
         let priced = self
             .inner

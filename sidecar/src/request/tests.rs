@@ -256,15 +256,18 @@ struct Toy {
 }
 
 impl Tokenize for Toy {
-    fn encode_text(&self, text: &str, _: bool) -> Result<Vec<u32>, String> {
+    fn encode_text(&self, text: &str, _: bool) -> Result<Vec<u32>, TokenizeError> {
         if self.fails {
-            Err("toy".to_owned())
+            Err(TokenizeError::Render("toy".to_owned()))
         } else {
             Ok(text.bytes().map(u32::from).collect())
         }
     }
 
-    fn encode_chat(&self, body: &Value) -> Result<Vec<u32>, String> {
+    fn encode_chat(&self, body: &Value) -> Result<Vec<u32>, TokenizeError> {
+        if body["tools"].is_string() {
+            return Err(TokenizeError::Invalid("tools must be a list".to_owned()));
+        }
         self.encode_text(&body["messages"].to_string(), false)
     }
 }
@@ -343,4 +346,26 @@ fn what_an_engine_counts_otherwise_is_not_audited() {
     }
     let batch = format!(r#"{{"prompt":[{tokens:?},{tokens:?}]}}"#);
     assert!(!read(Endpoint::Completions, &batch).audited);
+}
+
+#[test]
+fn a_malformed_chat_is_not_the_tokenizers_failure() {
+    let tokenizer: Arc<dyn Tokenize> = Arc::new(Toy { fails: false });
+    let reader = Reader::new(
+        BlockSize::default(),
+        Some(tokenizer),
+        Arc::new(Metrics::new()),
+    );
+    let body = format!(
+        r#"{{"messages":[{{"role":"user","content":"{}"}}],"tools":"x"}}"#,
+        words(60)
+    );
+    let reading = reader.read(
+        Endpoint::Chat,
+        Bytes::from(body),
+        &Trusted::default(),
+        &Members::default(),
+    );
+    assert_eq!(reading.mode, Mode::Text);
+    assert!(!reader.complained.load(Ordering::Relaxed));
 }
