@@ -238,6 +238,10 @@ impl Overrides {
 /// Reads an object; the error names the key, which serde does only for unknown ones.
 #[cfg(feature = "json")]
 fn read_json<T: serde::de::DeserializeOwned>(json: &str) -> std::result::Result<T, String> {
+    // Serde would take a list for the fields in their order.
+    if !json.trim_start().starts_with('{') {
+        return Err("settings must be an object of keys and values".to_owned());
+    }
     serde_json::from_str(json).map_err(|error| {
         let entries: std::collections::BTreeMap<String, serde_json::Value> =
             serde_json::from_str(json).unwrap_or_default();
@@ -285,6 +289,33 @@ mod tests {
     fn an_unknown_key_is_refused_by_name() {
         let error = serde_json::from_str::<RouterConfig>(r#"{"blok_size": 16}"#).unwrap_err();
         assert!(error.to_string().contains("blok_size"), "{error}");
+    }
+
+    #[cfg(feature = "json")]
+    #[test]
+    fn settings_from_json_are_objects_and_errors_name_the_key() {
+        for (json, part) in [
+            ("[]", "object"),
+            ("\"text\"", "object"),
+            ("null", "object"),
+            ("{", "EOF"),
+            (
+                r#"{"temperature": "hot", "prefill_weight": 1}"#,
+                "temperature: ",
+            ),
+            (r#"{"temperature": 0.5, "blok_size": 5}"#, "blok_size"),
+            (r#"{"temperature": -1}"#, "temperature -1"),
+        ] {
+            let error = RouterConfig::from_json(json).unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::Config);
+            assert!(error.to_string().contains(part), "{json}: {error}");
+            let error = Overrides::from_json(json).unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::InvalidRequest, "{json}");
+        }
+        assert_eq!(
+            RouterConfig::from_json(" {}").unwrap(),
+            RouterConfig::default()
+        );
     }
 
     #[test]

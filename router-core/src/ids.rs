@@ -111,6 +111,16 @@ pub enum Role {
 }
 
 impl Role {
+    /// Returns the stable name.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Prefill => "prefill",
+            Self::Decode => "decode",
+            Self::Both => "both",
+        }
+    }
+
     /// Tells whether a worker of this role can take a request that asks for `wanted`.
     #[must_use]
     pub fn serves(self, wanted: Self) -> bool {

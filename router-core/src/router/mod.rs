@@ -216,6 +216,12 @@ impl Router {
         }
     }
 
+    /// Tells whether [`close`](Self::close) was called.
+    #[must_use]
+    pub fn is_closed(&self) -> bool {
+        self.inner.closed.load(Ordering::Acquire)
+    }
+
     /// Refuses further decisions and events. Bookings can still be released.
     pub fn close(&self) {
         self.inner.closed.store(true, Ordering::Release);

@@ -225,6 +225,26 @@ impl Router {
             .collect()
     }
 
+    /// Counts the workers that may be chosen and need no more waiting: on every rank, events are heard, or it is settled that
+    /// they cannot be used.
+    #[must_use]
+    pub fn ready_workers(&self, now: Instant) -> usize {
+        self.tick_if_due(now);
+        let workers = self.inner.workers.read();
+        workers
+            .by_id
+            .values()
+            .filter(|worker| {
+                !worker.draining.load(Ordering::Relaxed)
+                    && worker.available.load(Ordering::Relaxed)
+                    && worker
+                        .targets
+                        .iter()
+                        .all(|target| target.belief.state().is_settled())
+            })
+            .count()
+    }
+
     fn describe(&self, worker: &Worker, now: Instant) -> WorkerInfo {
         let mut info = WorkerInfo {
             id: worker.spec.id.clone(),

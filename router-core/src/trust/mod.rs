@@ -57,6 +57,13 @@ impl TrustState {
             Self::Unreachable => "unreachable",
         }
     }
+
+    /// Tells whether a router that has just started need not wait for more: events are heard, or it is settled that they
+    /// cannot be used.
+    #[must_use]
+    pub const fn is_settled(self) -> bool {
+        matches!(self, Self::Exact | Self::Converging | Self::Approximate)
+    }
 }
 
 impl fmt::Display for TrustState {

@@ -393,6 +393,7 @@ fn a_closed_router_refuses_and_still_releases() {
     let bench = Bench::new(&["w1"], |_| {});
     let guard = bench.select(&t(0, 8));
     bench.router.close();
+    assert!(bench.router.is_closed());
     let prompt = bench.prompt(&t(0, 8));
     let refused = bench
         .router

@@ -204,3 +204,19 @@ fn an_outage_longer_than_the_ttl_forgets_what_was_confirmed() {
     assert_eq!(bench.overlap(&t(0, 4)), []);
     assert_eq!(bench.router.next_sequence("w1", 0).unwrap(), None);
 }
+
+#[test]
+fn a_worker_is_ready_when_its_events_are_heard_or_known_not_to_come() {
+    let bench = Bench::new(&["w1", "w2"], |config| config.silent_worker_requests = 1);
+    let ready = || bench.router.ready_workers(bench.at(0.0));
+    assert_eq!(ready(), 0);
+    bench.ingest("w1", Some(0), vec![store(&[11], None, t(0, 4))]);
+    assert_eq!(ready(), 1);
+    bench.router.drain_worker("w1").unwrap();
+    assert_eq!(ready(), 0);
+    bench.release(bench.select(&t(0, 16))); // served by w2, which stays silent
+    assert_eq!(state(&bench, "w2", 0.0), TrustState::Approximate);
+    assert_eq!(ready(), 1);
+    bench.router.set_available("w2", false).unwrap();
+    assert_eq!(ready(), 0);
+}
