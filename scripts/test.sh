@@ -74,8 +74,9 @@ step_python() {
   rm -rf "$target/wheels/test"
   (cd bindings-python && "$venv/bin/maturin" build -q --locked --out "$target/wheels/test")
   rm -rf "$target/venv/python"
-  need_venv python pytest xxhash mypy "$target"/wheels/test/*.whl
-  (cd bindings-python && "$venv/bin/python" -m mypy.stubtest kvlane._native)
+  need_venv python pytest xxhash mypy msgpack numpy pyzmq "$target"/wheels/test/*.whl
+  (cd bindings-python && "$venv/bin/python" -m mypy.stubtest kvlane._native kvlane.aio)
+  (cd bindings-python && "$venv/bin/python" -m mypy --strict tests/typed_example.py)
   (cd bindings-python && "$venv/bin/python" -m pytest)
 }
 

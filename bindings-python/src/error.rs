@@ -24,6 +24,11 @@ pub(crate) fn invalid(message: String) -> PyErr {
     to_py(Error::new(ErrorKind::InvalidRequest, message))
 }
 
+/// Makes the exception of an unusable configuration.
+pub(crate) fn config_error(message: String) -> PyErr {
+    to_py(Error::new(ErrorKind::Config, message))
+}
+
 /// Adds the exception classes to the module.
 pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     let py = module.py();
@@ -87,6 +92,9 @@ fn new_class(
     let namespace = PyDict::new(py);
     namespace.set_item("__module__", "kvlane")?;
     namespace.set_item("code", code)?;
+    if code == ErrorKind::Overloaded.code() {
+        namespace.set_item("retry_after", py.None())?;
+    }
     // KeyError would print the message's repr.
     let str_method = PyException::type_object(py).getattr("__str__")?;
     namespace.set_item("__str__", str_method)?;

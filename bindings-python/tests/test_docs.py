@@ -1,0 +1,28 @@
+"""What the documentation shows is run."""
+
+import re
+import runpy
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_examples_of_the_page_run():
+    examples = re.findall(r"```python\n(.*?)```", (ROOT / "docs/python.md").read_text(), re.DOTALL)
+    assert examples
+    for example in examples:
+        exec(compile(example, "docs/python.md", "exec"), {})
+
+
+def test_the_typed_example_runs():
+    runpy.run_path(str(Path(__file__).with_name("typed_example.py")), run_name="__main__")
+
+
+def test_every_name_of_the_module_is_public_and_typed():
+    import kvlane
+
+    stub = Path(kvlane.__file__).with_name("_native.pyi").read_text()
+    assert Path(kvlane.__file__).with_name("py.typed").exists()
+    for name in kvlane.__all__:
+        assert hasattr(kvlane, name)
+        assert f'"{name}"' in stub
