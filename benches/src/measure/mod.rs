@@ -93,13 +93,14 @@ pub struct Plan {
 }
 
 impl Plan {
-    /// Returns the sizes of a quick or a full run of a subject. The reference model copes with a hundredth of W only.
+    /// Returns the sizes of a quick or a full run of a subject. The reference model copes with a hundredth of W only, and
+    /// Positional takes minutes for more than a quarter.
     #[must_use]
     pub const fn new(is_quick: bool, subject: Name) -> Self {
-        let full = if matches!(subject, Name::Naive) {
-            100
-        } else {
-            10_000
+        let full = match subject {
+            Name::Naive => 100,
+            Name::Positional => 2_500,
+            _ => 10_000,
         };
         let quick = if full < 2_500 { full } else { 2_500 };
         Self {
@@ -108,7 +109,7 @@ impl Plan {
             many_workers: Shape::MANY_WORKERS.conversations(full),
             deep: Shape::DEEP.conversations(if is_quick { 60 } else { 200 }),
             churn: Shape::W.conversations(if is_quick { quick } else { full }),
-            approximate: Shape::W.conversations(if is_quick { quick } else { 5_000 }),
+            approximate: Shape::W.conversations(2_500),
             fills: if is_quick { 4 } else { 7 },
             lookups: match subject {
                 Name::Naive => 200,

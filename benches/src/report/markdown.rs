@@ -198,8 +198,8 @@ impl Report {
         writeln!(
             out,
             "Medians over rounds; **bold** is the best of a row. A load average above the number of cores means that other work ran \
-             beside: then compare within a row, and distrust p99.9. The naive model is measured at a hundredth of W, so its \
-             times are only a hint, and it takes no part in comparisons.\n"
+             beside: then compare within a row, and distrust p99.9. The naive model is measured at a hundredth of W and \
+             Positional at a quarter, since they take minutes for more: their times are only a hint, and the model takes no part in comparisons.\n"
         )?;
         self.write_goals(out)?;
         self.write_losses(out)?;
@@ -316,7 +316,8 @@ impl Report {
             out,
             "Lookups that differ for some worker. \"Orderly\" engines announce what they lack and remove what they hold; the others \
              also announce twice, name unknown parents and remove what is not there. vLLM does announce a block twice, and \
-             then removes it twice.\n"
+             then removes it twice. A difference stays until the worker's cache is cleared, so random operations count the same fault \
+             many times: compare with 0, not with each other.\n"
         )?;
         let titles: Vec<_> = names.iter().map(|name| name.title()).collect();
         writeln!(out, "| | {} |", titles.join(" | "))?;
