@@ -416,9 +416,14 @@ impl Reader {
     }
 
     /// Says that a prompt has no token ids, unless the request alone is to blame: a malformed one, which the engine
-    /// refuses, must not raise the gauge and use up the one line.
+    /// refuses, or one that asks for what only the engine can do, such as its own template, must not raise the gauge and
+    /// use up the one line. What a model's folder does not support was said at the start.
     fn not_tokenized(&self, what: &str, why: &TokenizeError) {
-        if !matches!(why, TokenizeError::Invalid(_)) {
+        let is_the_requests = matches!(
+            why,
+            TokenizeError::Invalid(_) | TokenizeError::Unsupported(_)
+        );
+        if !is_the_requests {
             self.complain(what, &why.to_string());
         }
     }

@@ -268,6 +268,9 @@ impl Tokenize for Toy {
         if body["tools"].is_string() {
             return Err(TokenizeError::Invalid("tools must be a list".to_owned()));
         }
+        if body["chat_template"].is_string() {
+            return Err(TokenizeError::Unsupported("own templates".to_owned()));
+        }
         self.encode_text(&body["messages"].to_string(), false)
     }
 }
@@ -349,23 +352,25 @@ fn what_an_engine_counts_otherwise_is_not_audited() {
 }
 
 #[test]
-fn a_malformed_chat_is_not_the_tokenizers_failure() {
+fn an_odd_request_is_not_the_tokenizers_failure() {
     let tokenizer: Arc<dyn Tokenize> = Arc::new(Toy { fails: false });
     let reader = Reader::new(
         BlockSize::default(),
         Some(tokenizer),
         Arc::new(Metrics::new()),
     );
-    let body = format!(
-        r#"{{"messages":[{{"role":"user","content":"{}"}}],"tools":"x"}}"#,
-        words(60)
-    );
-    let reading = reader.read(
-        Endpoint::Chat,
-        Bytes::from(body),
-        &Trusted::default(),
-        &Members::default(),
-    );
-    assert_eq!(reading.mode, Mode::Text);
+    for field in [r#""tools":"x""#, r#""chat_template":"{{ x }}""#] {
+        let body = format!(
+            r#"{{"messages":[{{"role":"user","content":"{}"}}],{field}}}"#,
+            words(60)
+        );
+        let reading = reader.read(
+            Endpoint::Chat,
+            Bytes::from(body),
+            &Trusted::default(),
+            &Members::default(),
+        );
+        assert_eq!(reading.mode, Mode::Text);
+    }
     assert!(!reader.complained.load(Ordering::Relaxed));
 }
