@@ -390,6 +390,7 @@ impl Router {
     #[pyo3(signature = (worker, running = 0, waiting = 0, kv_usage = 0.0, dp_rank = None))]
     fn report_load(
         &self,
+        py: Python<'_>,
         worker: &str,
         #[pyo3(from_py_with = u32_of)] running: u32,
         #[pyo3(from_py_with = u32_of)] waiting: u32,
@@ -404,7 +405,7 @@ impl Router {
         let dp_rank = dp_rank.map(|rank| rank.0);
         self.0
             .open()?
-            .report_load(worker, dp_rank, report)
+            .report_load(worker, dp_rank, report, self.0.now(py)?)
             .map_err(to_py)
     }
 

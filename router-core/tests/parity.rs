@@ -117,7 +117,7 @@ impl Play {
                     kv_usage: with.0.get("kv_usage").map_or(0.0, |v| v.as_f64().unwrap()),
                 };
                 router
-                    .report_load(with.text("worker"), rank, report)
+                    .report_load(with.text("worker"), rank, report, now)
                     .map_err(failure)?;
             }
             "select" | "book" => return self.placed(call, lease, with),

@@ -126,10 +126,14 @@ async fn read_loop(worker: &Worker, router: &Router, interval: Duration) {
     // Workers added together are asked at different moments.
     tokio::time::sleep(interval.mul_f64(fastrand::f64() * 0.2)).await;
     loop {
+        let asked = Instant::now();
         match get(worker, "/metrics", 8 << 20, interval.max(MIN_PROBE_TIMEOUT)).await {
-            Ok((StatusCode::OK, body)) => {
-                apply(worker, router, &parse(&String::from_utf8_lossy(&body)))
-            }
+            Ok((StatusCode::OK, body)) => apply(
+                worker,
+                router,
+                &parse(&String::from_utf8_lossy(&body)),
+                asked,
+            ),
             Ok(_) => {}
             Err(error) => {
                 worker.metrics.scrape_failures.inc();
@@ -140,7 +144,7 @@ async fn read_loop(worker: &Worker, router: &Router, interval: Duration) {
     }
 }
 
-fn apply(worker: &Worker, router: &Router, report: &EngineReport) {
+fn apply(worker: &Worker, router: &Router, report: &EngineReport, asked: Instant) {
     let now = Instant::now();
     let id = worker.id();
     // The worker may be removed at any moment; then nobody wants to know.
@@ -150,10 +154,10 @@ fn apply(worker: &Worker, router: &Router, report: &EngineReport) {
     let ranks_are_told_apart = report.loads.len() > 1 && worker.config.dp_ranks > 1;
     if ranks_are_told_apart {
         for (dp_rank, load) in &report.loads {
-            let _ = router.report_load(id, Some(*dp_rank), as_report(load));
+            let _ = router.report_load(id, Some(*dp_rank), as_report(load), asked);
         }
     } else if let Some(sum) = report.sum() {
-        let _ = router.report_load(id, None, as_report(&sum));
+        let _ = router.report_load(id, None, as_report(&sum), asked);
     }
     if let Some(tokens) = report.block_size {
         let _ = router.note_engine_block_size(id, tokens, now);

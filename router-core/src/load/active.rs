@@ -84,11 +84,9 @@ impl ActiveLoad {
         }
     }
 
-    /// Releases a request; a lease that is not booked here is left alone.
-    pub(crate) fn release(&mut self, lease: LeaseId) {
-        let Some(booking) = self.bookings.remove(&lease) else {
-            return;
-        };
+    /// Releases a request and returns the blocks that it gave back; a lease that is not booked here is left alone.
+    pub(crate) fn release(&mut self, lease: LeaseId) -> Option<usize> {
+        let booking = self.bookings.remove(&lease)?;
         if let Some(first) = booking.request.sequence.first()
             && let Some(group) = self.by_first.get_mut(first)
         {
@@ -98,9 +96,11 @@ impl ActiveLoad {
             }
         }
         // What it shares with the remaining ones stays.
-        self.blocks -= self.new_blocks(&booking.request) + booking.output_blocks;
+        let blocks = self.new_blocks(&booking.request) + booking.output_blocks;
+        self.blocks -= blocks;
         self.prefill_blocks -= booking.prefill_blocks;
         self.settle();
+        Some(blocks)
     }
 
     /// Returns the blocks that booking `request` would add.

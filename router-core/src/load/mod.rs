@@ -2,11 +2,17 @@
 //!
 //! A report covers everything that the engine had when it was made, our own requests among it. So the *foreign* part is
 //! what the report holds beyond our bookings at that moment, and the load now is our bookings now plus the foreign part:
-//! what was sent since is added, what the report contains already is not counted twice.
+//! what was sent since is added, what the report contains already is not counted twice. A report is made after it was asked
+//! for and read later still, so what was released in between may be in it and counts as ours, too.
 
 pub mod active;
 
+use std::collections::VecDeque;
+use std::time::{Duration, Instant};
+
 use serde::Serialize;
+
+use crate::ids::LeaseId;
 
 use active::{ActiveLoad, BookedRequest};
 
@@ -38,19 +44,47 @@ pub(crate) struct TargetLoad {
     pub(crate) booked: ActiveLoad,
     foreign_requests: usize,
     foreign_blocks: f64,
+    /// Blocks of the latest releases and when they were; without a time where a guard was dropped.
+    released: VecDeque<(Option<Instant>, usize)>,
 }
 
+/// Engines count a request for about a step after its last token went out.
+const REPORT_LAG: Duration = Duration::from_millis(100);
+/// Releases kept; more than this between two reports means that the newest tell enough.
+const RELEASES_KEPT: usize = 4_096;
+
 impl TargetLoad {
-    /// Takes in a report. `capacity_blocks` turns KV use into blocks when known.
-    pub(crate) fn report(&mut self, report: LoadReport, capacity_blocks: Option<usize>) {
+    /// Releases a request; a lease that is not booked here is left alone.
+    pub(crate) fn release(&mut self, lease: LeaseId, now: Option<Instant>) {
+        if let Some(blocks) = self.booked.release(lease) {
+            if self.released.len() == RELEASES_KEPT {
+                self.released.pop_front();
+            }
+            self.released.push_back((now, blocks));
+        }
+    }
+
+    /// Takes in a report that was asked for at `asked`. `capacity_blocks` turns KV use into blocks when known.
+    pub(crate) fn report(
+        &mut self,
+        report: LoadReport,
+        capacity_blocks: Option<usize>,
+        asked: Instant,
+    ) {
+        let since = asked.checked_sub(REPORT_LAG).unwrap_or(asked);
+        self.released
+            .retain(|(at, _)| at.is_none_or(|at| at >= since));
+        let own_requests = self.booked.requests() + self.released.len();
+        let released_blocks: usize = self.released.iter().map(|(_, blocks)| blocks).sum();
+        let own_blocks = self.booked.blocks() + released_blocks;
         let reported = report.running as usize + report.waiting as usize;
-        self.foreign_requests = reported.saturating_sub(self.booked.requests());
+        self.foreign_requests = reported.saturating_sub(own_requests);
         let used = capacity_blocks.map_or(0.0, |blocks| {
             report.kv_usage.clamp(0.0, 1.0) * blocks as f64
         });
         // A request occupies at least one block, also where the capacity is unknown or its prefill has not begun.
-        self.foreign_blocks =
-            (used - self.booked.blocks() as f64).max(self.foreign_requests as f64);
+        self.foreign_blocks = (used - own_blocks as f64).max(self.foreign_requests as f64);
+        self.released.retain(|(at, _)| at.is_some());
     }
 
     /// Returns the load now.
@@ -78,7 +112,14 @@ impl TargetLoad {
 mod tests {
     use super::*;
     use crate::block::SequenceHash;
-    use crate::ids::LeaseId;
+
+    #[expect(
+        clippy::disallowed_methods,
+        reason = "a test needs some instant to start from"
+    )]
+    fn start() -> Instant {
+        Instant::now()
+    }
 
     fn request(first: u64, blocks: u64) -> BookedRequest {
         let sequence: Vec<_> = (0..blocks)
@@ -99,6 +140,7 @@ mod tests {
                 kv_usage: 0.3,
             },
             Some(100),
+            start(),
         );
         let now = load.load();
         assert_eq!(now.active_requests, 2);
@@ -108,8 +150,38 @@ mod tests {
         assert_eq!(load.load().active_requests, 3);
         assert!((load.load().active_blocks - 35.0).abs() < 1e-9);
         // What ends is taken off.
-        load.booked.release(LeaseId(1));
+        load.release(LeaseId(1), Some(start()));
         assert!((load.load().active_blocks - 25.0).abs() < 1e-9);
+    }
+
+    #[test]
+    fn a_report_that_arrives_late_does_not_make_a_released_request_foreign() {
+        let t0 = start();
+        let at = |milliseconds| t0 + Duration::from_millis(milliseconds);
+        let report = LoadReport {
+            running: 1,
+            waiting: 0,
+            kv_usage: 0.1,
+        };
+        for (released, asked, foreign) in [(1_010, 1_000, 0), (950, 1_000, 0), (800, 1_000, 1)] {
+            let mut load = TargetLoad::default();
+            load.booked.book(LeaseId(1), &request(100, 9), 9.0);
+            load.release(LeaseId(1), Some(at(released)));
+            load.report(report, Some(100), at(asked));
+            assert_eq!(
+                load.load().active_requests,
+                foreign,
+                "released at {released} ms"
+            );
+        }
+        // A guard that was dropped says no time: it counts for the next report, and for that one alone.
+        let mut load = TargetLoad::default();
+        load.booked.book(LeaseId(1), &request(100, 9), 9.0);
+        load.release(LeaseId(1), None);
+        load.report(report, Some(100), at(1_000));
+        assert_eq!(load.load().active_requests, 0);
+        load.report(report, Some(100), at(2_000));
+        assert_eq!(load.load().active_requests, 1);
     }
 
     #[test]
@@ -122,6 +194,7 @@ mod tests {
                 kv_usage: 0.9,
             },
             None,
+            start(),
         );
         assert!((load.load().active_blocks - 23.0).abs() < 1e-9);
     }

@@ -296,7 +296,7 @@ impl Inner {
         let Some(lease) = self.leases.lock().take(id) else {
             return false;
         };
-        lease.target.load.lock().booked.release(id);
+        lease.target.load.lock().release(id, Some(now));
         if let Some(outcome) = outcome {
             self.learn(lease, outcome, now);
         }
@@ -306,7 +306,7 @@ impl Inner {
     /// Releases a booking whose guard was dropped: the client left, or the caller failed.
     fn drop_lease(&self, id: LeaseId) {
         if let Some(lease) = self.leases.lock().take(id) {
-            lease.target.load.lock().booked.release(id);
+            lease.target.load.lock().release(id, None);
         }
     }
 

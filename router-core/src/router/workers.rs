@@ -150,9 +150,18 @@ impl Router {
 
     /// Takes in what an engine reports of its load. Without `dp_rank` the counts are spread over the worker's ranks.
     ///
+    /// `asked` is when the engine was asked (now, where that is not known): bookings released since may be in the report and
+    /// are not taken for somebody else's requests.
+    ///
     /// # Errors
     /// Unknown worker or rank; a `kv_usage` that is not between 0 and 1.
-    pub fn report_load(&self, id: &str, dp_rank: Option<u32>, report: LoadReport) -> Result<()> {
+    pub fn report_load(
+        &self,
+        id: &str,
+        dp_rank: Option<u32>,
+        report: LoadReport,
+        asked: Instant,
+    ) -> Result<()> {
         if !(0.0..=1.0).contains(&report.kv_usage) {
             return Err(Error::invalid(format!(
                 "kv_usage {} of worker {id:?} is out of range: 0 to 1 is accepted",
@@ -167,7 +176,7 @@ impl Router {
                 .target(id, dp_rank)?
                 .load
                 .lock()
-                .report(report, capacity);
+                .report(report, capacity, asked);
             return Ok(());
         }
         let ranks = worker.spec.dp_ranks;
@@ -177,7 +186,7 @@ impl Router {
                 waiting: report.waiting / ranks,
                 kv_usage: report.kv_usage,
             };
-            target.load.lock().report(share, capacity);
+            target.load.lock().report(share, capacity, asked);
         }
         Ok(())
     }

@@ -150,6 +150,7 @@ fn reported_load_of_others_counts() {
                 waiting: 0,
                 kv_usage: 0.5,
             },
+            bench.start,
         )
         .unwrap();
     for _ in 0..10 {
@@ -161,11 +162,16 @@ fn reported_load_of_others_counts() {
         kv_usage: f64::NAN,
         ..LoadReport::default()
     };
-    assert!(bench.router.report_load("w1", None, bad).is_err());
     assert!(
         bench
             .router
-            .report_load("w9", None, LoadReport::default())
+            .report_load("w1", None, bad, bench.start)
+            .is_err()
+    );
+    assert!(
+        bench
+            .router
+            .report_load("w9", None, LoadReport::default(), bench.start)
             .is_err()
     );
 }
