@@ -41,6 +41,8 @@ pub struct Worker {
     removed: CancellationToken,
     /// When the engine's process began, as its metrics say.
     born: Mutex<Option<f64>>,
+    /// Its process was seen to end since its birth was last read.
+    ended: AtomicBool,
 }
 
 /// What is known of a worker's health.
@@ -107,6 +109,7 @@ impl Worker {
                 .unwrap_or(HeaderValue::from_static("worker")),
             removed,
             born: Mutex::new(None),
+            ended: AtomicBool::new(false),
             config,
         }
     }
@@ -251,19 +254,33 @@ impl Worker {
 
     /// Takes note that nothing listens any more: the process ended, and with it its cache.
     pub(crate) fn process_ended(&self) {
+        self.cache_ended("nothing listens at its address");
+        self.ended.store(true, Ordering::Relaxed);
+    }
+
+    /// Forgets a cache that is gone. Where events can be replayed, their follower compares lives and knows better.
+    fn cache_ended(&self, cause: &str) {
+        // The worker may be removed at any moment; then nothing of it is left anyway.
         let _ = self.router.forget_placements(self.id());
+        if self.config.events.is_some() && self.config.replay.is_none() {
+            let cause = format!("the engine's process ended: {cause}");
+            for dp_rank in 0..self.config.dp_ranks {
+                let _ = self
+                    .router
+                    .restart_stream(self.id(), dp_rank, &cause, Instant::now());
+            }
+        }
     }
 
     /// Takes note of when the engine's process began. Another time than before is another process with an empty cache;
     /// its events say so too, but a worker without events is routed by own placements, which only this clears.
     pub(crate) fn noted_birth(&self, born: f64) {
         let before = self.born.lock().replace(born);
-        if before.is_some_and(|before| before.to_bits() != born.to_bits()) {
-            info!(
-                worker = self.id(),
-                "the engine's process restarted: own placements are forgotten"
-            );
-            self.process_ended();
+        // An end that was seen must not be acted on again: the new process may have told of its blocks since.
+        let seen = self.ended.swap(false, Ordering::Relaxed);
+        if before.is_some_and(|before| before.to_bits() != born.to_bits()) && !seen {
+            info!(worker = self.id(), "the engine's process restarted");
+            self.cache_ended("its counters began anew");
         }
     }
 

@@ -88,9 +88,12 @@ impl Pair {
 }
 
 fn serve(ports: [Ports; 2], extra: &[&str]) -> (Process, u16, u16) {
+    serve_workers(&[ports[0].worker("w1"), ports[1].worker("w2")], extra)
+}
+
+fn serve_workers(workers: &[String; 2], extra: &[&str]) -> (Process, u16, u16) {
     let (listen, admin) = (free_port(), free_port());
     let (listen_at, admin_at) = (format!("127.0.0.1:{listen}"), format!("127.0.0.1:{admin}"));
-    let (w1, w2) = (ports[0].worker("w1"), ports[1].worker("w2"));
     let mut arguments = vec![
         "serve",
         "--listen",
@@ -99,36 +102,12 @@ fn serve(ports: [Ports; 2], extra: &[&str]) -> (Process, u16, u16) {
         &admin_at,
         "--debug-headers",
         "--worker",
-        &w1,
+        &workers[0],
         "--worker",
-        &w2,
+        &workers[1],
     ];
     arguments.extend_from_slice(extra);
     let proxy = Process::start(&arguments);
-    ready(admin);
-    (proxy, listen, admin)
-}
-
-/// A proxy that is not told of any events.
-fn serve_plain(ports: [Ports; 2]) -> (Process, u16, u16) {
-    let (listen, admin) = (free_port(), free_port());
-    let (listen_at, admin_at) = (format!("127.0.0.1:{listen}"), format!("127.0.0.1:{admin}"));
-    let worker = |id: &str, ports: Ports| format!("id={id},url=http://127.0.0.1:{}", ports.http);
-    let (w1, w2) = (worker("w1", ports[0]), worker("w2", ports[1]));
-    let proxy = Process::start(&[
-        "serve",
-        "--listen",
-        &listen_at,
-        "--admin",
-        &admin_at,
-        "--debug-headers",
-        "--index",
-        "approximate",
-        "--worker",
-        &w1,
-        "--worker",
-        &w2,
-    ]);
     ready(admin);
     (proxy, listen, admin)
 }
@@ -216,9 +195,27 @@ fn a_restarted_engine_is_not_credited_with_its_old_blocks() {
 
 #[test]
 fn a_restarted_engine_without_events_is_not_credited_either() {
+    restart_is_noticed(&["--index", "approximate"], |id, ports| {
+        format!("id={id},url=http://127.0.0.1:{}", ports.http)
+    });
+}
+
+#[test]
+fn a_restarted_engine_without_replay_is_not_credited_either() {
+    restart_is_noticed(&[], |id, ports| {
+        format!(
+            "id={id},url=http://127.0.0.1:{},events=tcp://127.0.0.1:{}",
+            ports.http, ports.events
+        )
+    });
+}
+
+/// Restarts the warm engine while nobody asks it for anything: no event tells.
+fn restart_is_noticed(extra: &[&str], describe: impl Fn(&str, Ports) -> String) {
     let ports = [Ports::free(), Ports::free()];
     let mut engines = [ports[0].start(&[]), ports[1].start(&[])];
-    let (_proxy, listen, admin) = serve_plain(ports);
+    let workers = [describe("w1", ports[0]), describe("w2", ports[1])];
+    let (_proxy, listen, admin) = serve_workers(&workers, extra);
     let warm = worker(&complete(listen, &prompt(1, 1)));
     let index = usize::from(warm == "w2");
     let credited = || {
