@@ -5,5 +5,5 @@
 need_rust
 need_compiler
 need_venv tools 'maturin>=1.16,<2'
-(cd bindings-python && "$venv/bin/maturin" build --release --locked --out "$target/wheels")
+(cd bindings-python && "$venv/bin/maturin" build --profile dist --locked --out "$target/wheels")
 ls -l "$target/wheels"/*.whl

@@ -106,15 +106,20 @@ fn copy<T: Element>(py: Python<'_>, buffer: &PyBuffer<T>) -> PyResult<Vec<T>> {
     buffer.to_vec(py)
 }
 
+/// Looks for one that is out of range first: a plain search and a plain cast are both vectorised.
+#[expect(
+    clippy::cast_possible_truncation,
+    clippy::cast_sign_loss,
+    reason = "all are in range by then"
+)]
 fn narrow<T: Copy + Into<i64>>(tokens: &[T]) -> kvlane::Result<Vec<u32>> {
-    tokens
-        .iter()
-        .enumerate()
-        .map(|(position, &token)| {
-            let token: i64 = token.into();
-            u32::try_from(token).map_err(|_| out_of_range(position, &token.to_string()))
-        })
-        .collect()
+    let odd = |token: T| !(0..=i64::from(u32::MAX)).contains(&token.into());
+    if tokens.iter().fold(false, |any, &token| any | odd(token)) {
+        let position = tokens.iter().position(|&token| odd(token)).unwrap_or(0);
+        let token: i64 = tokens[position].into();
+        return Err(out_of_range(position, &token.to_string()));
+    }
+    Ok(tokens.iter().map(|&token| token.into() as u32).collect())
 }
 
 fn out_of_range(position: usize, token: &str) -> kvlane::Error {
