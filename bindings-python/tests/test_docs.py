@@ -4,14 +4,17 @@ import re
 import runpy
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
-def test_the_examples_of_the_page_run():
-    examples = re.findall(r"```python\n(.*?)```", (ROOT / "docs/python.md").read_text(), re.DOTALL)
+@pytest.mark.parametrize("page", ["README.md", "docs/python.md"])
+def test_the_examples_of_a_page_run(page):
+    examples = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
     assert examples
     for example in examples:
-        exec(compile(example, "docs/python.md", "exec"), {})
+        exec(compile(example, page, "exec"), {})
 
 
 def test_the_typed_example_runs():
