@@ -4,13 +4,35 @@
     reason = "napi hands arguments over by value"
 )]
 
+mod clock;
+mod config;
 mod error;
+mod lease;
+mod prompt;
+mod read;
+mod report;
+mod router;
 
-use kvlane::{BlockSize, SaltContext};
-use napi::bindgen_prelude::{BigUint64Array, Uint32Array};
+pub use config::RouterOptions;
+pub use lease::{FinishOptions, Lease};
+pub use prompt::HashOptions;
+pub use read::MediaItem;
+pub use report::{
+    Candidate, Cost, IndexStats, IngestReport, Overlap, PlacementStats, RankTrust, RouterStats,
+    TargetOverlap, TierBlocks, Trust, WorkerInfo,
+};
+pub use router::{
+    IngestOptions, LoadOptions, PromptOptions, RecordOptions, Router, SelectOptions,
+    SelectOverrides, WorkerOptions,
+};
+
+use kvlane::{BlockSize, ErrorKind};
+use napi::bindgen_prelude::{BigUint64Array, Object};
 use napi_derive::napi;
 
 use crate::error::{Result, to_js};
+use crate::prompt::{Content, GivenPrompt, Salt};
+use crate::read::{Given, maybe};
 
 /// The version of this package.
 #[napi]
@@ -18,18 +40,14 @@ pub fn version() -> &'static str {
     env!("CARGO_PKG_VERSION")
 }
 
-/// What the hashes of a prompt depend on beside its tokens.
-#[napi(object)]
-#[derive(Debug, Default)]
-pub struct HashOptions {
-    /// Adapter (LoRA) name; empty or absent is the base model.
-    pub lora: Option<String>,
-    /// Cache salt; empty or absent is none.
-    pub salt: Option<String>,
+/// Every `code` that an error may have.
+#[napi(ts_return_type = "Array<ErrorCode>")]
+pub fn error_codes() -> Vec<&'static str> {
+    ErrorKind::ALL.iter().map(|kind| kind.code()).collect()
 }
 
 /// The hashes of a prompt's complete blocks.
-#[napi(object)]
+#[napi(object, object_from_js = false)]
 #[expect(
     missing_debug_implementations,
     reason = "the array types of Node have none"
@@ -41,26 +59,18 @@ pub struct BlockHashes {
     pub sequence: BigUint64Array,
 }
 
-/// Hashes the complete blocks of a prompt. See `kvlane::block_hashes` in the Rust documentation for the rule.
-///
-/// `blockSize` is in tokens, 16 by default.
+/// Hashes the complete blocks of a prompt, or chunks of a text. See `kvlane::block_hashes` in the Rust documentation for the
+/// rule.
 #[napi]
 pub fn block_hashes(
-    tokens: Uint32Array,
-    block_size: Option<u32>,
-    options: Option<HashOptions>,
+    #[napi(ts_arg_type = "Prompt")] prompt: GivenPrompt<'_>,
+    #[napi(ts_arg_type = "HashOptions")] options: Option<Given<'_, Object<'_>>>,
 ) -> Result<BlockHashes> {
-    let block_size = match block_size {
-        Some(tokens) => BlockSize::new(tokens).map_err(to_js)?,
-        None => BlockSize::default(),
-    };
-    let options = options.unwrap_or_default();
-    let context = SaltContext {
-        lora: options.lora.as_deref(),
-        salt: options.salt.as_deref(),
-        media: &[],
-    };
-    let hashes = kvlane::block_hashes(&tokens, block_size, &context);
+    let options: HashOptions = maybe(options, "options")?.unwrap_or_default();
+    let block_size = options.block_size.map(BlockSize::new).transpose();
+    let block_size = block_size.map_err(to_js)?.unwrap_or_default();
+    let salt = Salt::new(options.lora, options.salt, options.media);
+    let hashes = Content::read(&prompt)?.hashes(block_size, &salt)?;
     let local: Vec<u64> = hashes.local.into_iter().map(|hash| hash.0).collect();
     let sequence: Vec<u64> = hashes.sequence.into_iter().map(|hash| hash.0).collect();
     Ok(BlockHashes {

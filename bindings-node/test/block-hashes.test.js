@@ -28,13 +28,13 @@ test('hashes are the same numbers as in the other languages', () => {
 
 test('block size, adapter and salt count', () => {
   const plain = kvlane.blockHashes(TOKENS)
-  assert.equal(kvlane.blockHashes(TOKENS, 8).local.length, 5)
-  const salted = kvlane.blockHashes(TOKENS, 16, { salt: 'tenant' })
+  assert.equal(kvlane.blockHashes(TOKENS, { blockSize: 8 }).local.length, 5)
+  const salted = kvlane.blockHashes(TOKENS, { salt: 'tenant' })
   assert.notEqual(salted.local[0], plain.local[0])
   assert.equal(salted.local[1], plain.local[1]) // the salt stands in the first block, the chain carries it on
   assert.notEqual(salted.sequence[1], plain.sequence[1])
-  assert.notEqual(kvlane.blockHashes(TOKENS, 16, { lora: 'tenant' }).local[0], salted.local[0])
-  assert.deepEqual(kvlane.blockHashes(TOKENS, 16, { lora: '', salt: '' }), plain)
+  assert.notEqual(kvlane.blockHashes(TOKENS, { lora: 'tenant' }).local[0], salted.local[0])
+  assert.deepEqual(kvlane.blockHashes(TOKENS, { lora: '', salt: '' }), plain)
 })
 
 test('a part of an array is taken as it is', () => {
@@ -43,12 +43,31 @@ test('a part of an array is taken as it is', () => {
 
 test('a block size out of range has the code of the core', () => {
   for (const size of [0, 65537]) {
-    assert.throws(() => kvlane.blockHashes(TOKENS, size), { code: 'config_error', message: /1 to 65536/ })
+    assert.throws(() => kvlane.blockHashes(TOKENS, { blockSize: size }), { code: 'config_error', message: /1 to 65536/ })
   }
 })
 
-test('other types are refused', () => {
-  for (const tokens of ['text', [1, 2], new Int32Array(4), null, undefined]) {
-    assert.throws(() => kvlane.blockHashes(tokens))
-  }
+test('the forms of tokens hash alike', () => {
+  const expected = kvlane.blockHashes(TOKENS)
+  const forms = [
+    Buffer.from(TOKENS.buffer),
+    new Uint8Array(TOKENS.buffer),
+    Int32Array.from(TOKENS),
+    BigInt64Array.from(TOKENS, BigInt),
+    [...TOKENS],
+  ]
+  for (const tokens of forms) assert.deepEqual(kvlane.blockHashes(tokens), expected)
+})
+
+test('a Buffer need not be aligned', () => {
+  const bytes = Buffer.concat([Buffer.alloc(1), Buffer.from(TOKENS.buffer)])
+  assert.deepEqual(kvlane.blockHashes(bytes.subarray(1)), kvlane.blockHashes(TOKENS))
+})
+
+test('media counts in the blocks that it touches', () => {
+  const media = [{ offset: 20, length: 4, digest: Buffer.from('dog') }]
+  const plain = kvlane.blockHashes(TOKENS)
+  const hashes = kvlane.blockHashes(TOKENS, { media })
+  assert.equal(hashes.local[0], plain.local[0]) // tokens 0 to 15
+  assert.notEqual(hashes.local[1], plain.local[1])
 })

@@ -1,0 +1,358 @@
+//! What the router answers, as JavaScript objects.
+
+use std::collections::{BTreeMap, HashMap};
+
+use kvlane::WorkerRank;
+use napi_derive::napi;
+
+/// Declares objects that are answered, with their TypeScript types.
+macro_rules! answers {
+    ($($(#[$meta:meta])* $name:ident { $($(#[$field_meta:meta])* $field:ident: $type:ty,)+ })+) => {$(
+        $(#[$meta])*
+        #[napi(object, object_from_js = false, use_nullable = true)]
+        #[derive(Debug)]
+        pub struct $name {
+            $($(#[$field_meta])* pub $field: $type,)+
+        }
+    )+};
+}
+
+answers! {
+    /// Leading blocks of a prompt that one target holds, each counted once at its best tier.
+    TargetOverlap {
+        /// The worker.
+        worker: String,
+        /// Its data-parallel rank.
+        dp_rank: u32,
+        /// Blocks in accelerator memory, those of own placements included.
+        device: u32,
+        /// Blocks in host memory only.
+        host: u32,
+        /// Blocks on local disk only.
+        disk: u32,
+        /// Blocks in shared storage only.
+        external: u32,
+    }
+
+    /// Leading blocks by tier.
+    Overlap {
+        /// Blocks in accelerator memory.
+        device: u32,
+        /// Blocks in host memory only.
+        host: u32,
+        /// Blocks on local disk only.
+        disk: u32,
+        /// Blocks in shared storage only.
+        external: u32,
+    }
+
+    /// One target and what placing a request there costs.
+    Candidate {
+        /// The worker.
+        worker: String,
+        /// Its data-parallel rank.
+        dp_rank: u32,
+        /// Leading blocks that its events confirm.
+        overlap: Overlap,
+        /// Leading blocks beyond those that own placements predict.
+        predicted_blocks: u32,
+        /// Share of predicted cached tokens that its engine confirms.
+        fidelity: f64,
+        /// How far its events are believed.
+        #[napi(ts_type = "TrustState")]
+        trust: String,
+        /// The cost with its terms.
+        cost: Cost,
+    }
+
+    /// What a placement costs, in blocks; lower is better.
+    Cost {
+        /// `preference × (prefillWeight × (uncached + booked) + decodeBlocks + requestWeight × activeRequests)`.
+        total: f64,
+        /// Request blocks less credited overlap.
+        uncached_prefill_blocks: f64,
+        /// Prefill already booked on the target, less what is of this request's own prefix.
+        booked_prefill_blocks: f64,
+        /// Distinct blocks active after the placement.
+        decode_blocks: f64,
+        /// Active requests before the placement.
+        active_requests: f64,
+        /// The weight of both prefill terms.
+        prefill_weight: f64,
+        /// The weight of active requests.
+        request_weight: f64,
+        /// The multiplier.
+        preference: f64,
+    }
+
+    /// What was done with one batch of events.
+    IngestReport {
+        /// Events that were applied.
+        applied: i64,
+        /// What was not applied, by reason.
+        skipped: HashMap<String, i64>,
+        /// Batches were lost before this one and have not been repaired.
+        gap: bool,
+        /// The engine restarted: its old entries were cleared first.
+        restarted: bool,
+    }
+
+    /// How far the events of one rank are believed.
+    Trust {
+        /// The state.
+        #[napi(ts_type = "TrustState")]
+        state: String,
+        /// Share of predicted cached tokens that the engine confirms, 0 to 1.
+        fidelity: f64,
+        /// Why it is not exact.
+        cause: Option<String>,
+        /// Seconds in this state.
+        since_seconds: f64,
+    }
+
+    /// Trust in one rank, as listed.
+    RankTrust {
+        /// The rank.
+        dp_rank: u32,
+        /// The state.
+        #[napi(ts_type = "TrustState")]
+        state: String,
+        /// Share of predicted cached tokens that the engine confirms, 0 to 1.
+        fidelity: f64,
+        /// Why it is not exact.
+        cause: Option<String>,
+        /// Seconds in this state.
+        since_seconds: f64,
+        /// Event batches applied.
+        batches: i64,
+        /// Events applied.
+        events: i64,
+        /// Gaps in the sequence that were not repaired.
+        gaps: i64,
+        /// What was not applied, by reason.
+        skipped: HashMap<String, i64>,
+    }
+
+    /// Blocks by tier.
+    TierBlocks {
+        /// In accelerator memory.
+        device: i64,
+        /// In host memory.
+        host: i64,
+        /// On local disk.
+        disk: i64,
+        /// In shared storage.
+        external: i64,
+    }
+
+    /// What is known of one worker. Counts are sums over its ranks.
+    WorkerInfo {
+        /// The caller's name.
+        id: String,
+        /// Its data-parallel ranks.
+        dp_ranks: u32,
+        /// What it does.
+        #[napi(ts_type = "Role")]
+        role: String,
+        /// It finishes what it has and gets nothing new.
+        draining: bool,
+        /// It may be chosen, as far as its health is known.
+        available: bool,
+        /// Requests booked and not released.
+        active_requests: i64,
+        /// Distinct blocks of those requests.
+        active_blocks: i64,
+        /// Blocks still to be prefilled for those requests.
+        prefill_blocks: f64,
+        /// Blocks that events have confirmed, by tier.
+        index_blocks: TierBlocks,
+        /// Blocks believed from own placements.
+        predicted_blocks: i64,
+        /// KV capacity of one rank in blocks, when known.
+        kv_capacity_blocks: Option<i64>,
+        /// Free-form labels.
+        labels: HashMap<String, String>,
+        /// Trust in each rank's event stream.
+        trust: Vec<RankTrust>,
+    }
+
+    /// Size of the index of confirmed blocks.
+    IndexStats {
+        /// Distinct blocks held by anybody.
+        blocks: i64,
+        /// Nodes of the tree.
+        nodes: i64,
+        /// Pending engine blocks whose parent is unknown.
+        orphans: i64,
+    }
+
+    /// Size of what own placements are believed to hold.
+    PlacementStats {
+        /// Blocks, counted once per target that holds them.
+        held_blocks: i64,
+        /// Blocks, counted once.
+        blocks: i64,
+        /// Nodes of the tree.
+        nodes: i64,
+        /// Placements that were the last to touch some block.
+        placements: i64,
+    }
+
+    /// Size and history of a router.
+    RouterStats {
+        /// The index of confirmed blocks.
+        index: IndexStats,
+        /// Own placements of token prompts.
+        token_placements: PlacementStats,
+        /// Own placements of text prompts.
+        text_placements: PlacementStats,
+        /// Registered workers.
+        workers: i64,
+        /// Bookings not yet released.
+        active_leases: i64,
+        /// Decisions since the start.
+        decisions: i64,
+        /// Decisions without an eligible worker.
+        no_worker: i64,
+        /// Bookings that were released because their lease ran out.
+        expired_leases: i64,
+        /// What was not applied of all event streams, by reason.
+        skipped: HashMap<String, i64>,
+    }
+}
+
+impl TargetOverlap {
+    pub(crate) fn new(target: &WorkerRank, overlap: kvlane::Overlap) -> Self {
+        Self {
+            worker: target.worker.as_str().to_owned(),
+            dp_rank: target.dp_rank,
+            device: overlap.device,
+            host: overlap.host,
+            disk: overlap.disk,
+            external: overlap.external,
+        }
+    }
+}
+
+impl From<&kvlane::Candidate> for Candidate {
+    fn from(from: &kvlane::Candidate) -> Self {
+        Self {
+            worker: from.target.worker.as_str().to_owned(),
+            dp_rank: from.target.dp_rank,
+            overlap: Overlap {
+                device: from.overlap.device,
+                host: from.overlap.host,
+                disk: from.overlap.disk,
+                external: from.overlap.external,
+            },
+            predicted_blocks: from.predicted_blocks,
+            fidelity: from.fidelity,
+            trust: from.trust.name().to_owned(),
+            cost: Cost {
+                total: from.cost.total,
+                uncached_prefill_blocks: from.cost.uncached_prefill_blocks,
+                booked_prefill_blocks: from.cost.booked_prefill_blocks,
+                decode_blocks: from.cost.decode_blocks,
+                active_requests: from.cost.active_requests,
+                prefill_weight: from.cost.prefill_weight,
+                request_weight: from.cost.request_weight,
+                preference: from.cost.preference,
+            },
+        }
+    }
+}
+
+impl From<kvlane::IngestReport> for IngestReport {
+    fn from(from: kvlane::IngestReport) -> Self {
+        Self {
+            applied: count(from.applied),
+            skipped: skipped(&from.skipped),
+            gap: from.gap,
+            restarted: from.restarted,
+        }
+    }
+}
+
+impl From<kvlane::RankTrust> for RankTrust {
+    fn from(from: kvlane::RankTrust) -> Self {
+        Self {
+            dp_rank: from.dp_rank,
+            state: from.state.name().to_owned(),
+            fidelity: from.fidelity,
+            cause: from.cause,
+            since_seconds: from.since_seconds,
+            batches: count(from.batches),
+            events: count(from.events),
+            gaps: count(from.gaps),
+            skipped: skipped(&from.skipped),
+        }
+    }
+}
+
+impl From<kvlane::WorkerInfo> for WorkerInfo {
+    fn from(from: kvlane::WorkerInfo) -> Self {
+        Self {
+            id: from.id.as_str().to_owned(),
+            dp_ranks: from.dp_ranks,
+            role: from.role.name().to_owned(),
+            draining: from.draining,
+            available: from.available,
+            active_requests: count(from.active_requests),
+            active_blocks: count(from.active_blocks),
+            prefill_blocks: from.prefill_blocks,
+            index_blocks: TierBlocks {
+                device: count(from.index_blocks.device),
+                host: count(from.index_blocks.host),
+                disk: count(from.index_blocks.disk),
+                external: count(from.index_blocks.external),
+            },
+            predicted_blocks: count(from.predicted_blocks),
+            kv_capacity_blocks: from.kv_capacity_blocks.map(count),
+            labels: from.labels.into_iter().collect(),
+            trust: from.trust.into_iter().map(Into::into).collect(),
+        }
+    }
+}
+
+impl From<kvlane::RouterStats> for RouterStats {
+    fn from(from: kvlane::RouterStats) -> Self {
+        Self {
+            index: IndexStats {
+                blocks: count(from.index.blocks),
+                nodes: count(from.index.nodes),
+                orphans: count(from.index.orphans),
+            },
+            token_placements: from.token_placements.into(),
+            text_placements: from.text_placements.into(),
+            workers: count(from.workers),
+            active_leases: count(from.active_leases),
+            decisions: count(from.decisions),
+            no_worker: count(from.no_worker),
+            expired_leases: count(from.expired_leases),
+            skipped: skipped(&from.skipped),
+        }
+    }
+}
+
+impl From<kvlane::index::TtlStats> for PlacementStats {
+    fn from(from: kvlane::index::TtlStats) -> Self {
+        Self {
+            held_blocks: count(from.held_blocks),
+            blocks: count(from.blocks),
+            nodes: count(from.nodes),
+            placements: count(from.placements),
+        }
+    }
+}
+
+fn skipped(from: &BTreeMap<kvlane::SkipReason, u64>) -> HashMap<String, i64> {
+    let named = from
+        .iter()
+        .map(|(reason, number)| (reason.code().to_owned(), count(*number)));
+    named.collect()
+}
+
+/// napi hands an `i64` over as a number.
+fn count(number: impl TryInto<i64>) -> i64 {
+    number.try_into().unwrap_or(i64::MAX)
+}
