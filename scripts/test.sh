@@ -85,7 +85,7 @@ step_node() {
   cd bindings-node
   npm ci --no-audit --no-fund --loglevel=error
   npm run --silent build:debug
-  git diff --exit-code -- index.js index.d.ts || die "index.js or index.d.ts differ from what the build writes: commit them"
+  git diff --exit-code -- native.js index.d.ts || die "native.js or index.d.ts differ from what the build writes: commit them"
   npm test --silent
 }
 
