@@ -13,7 +13,8 @@ const test = require('node:test')
 const { errorCodes } = require('..')
 
 const GUIDE = readFileSync(join(__dirname, '../../docs/node.md'), 'utf8')
-const SECTIONS = GUIDE.split(/^## /m).slice(1)
+const README = readFileSync(join(__dirname, '../../README.md'), 'utf8')
+const SECTIONS = `${GUIDE}\n${README}`.split(/^## /m).slice(1)
 
 /** What the example of a section prints. */
 const PRINTS = {
@@ -21,9 +22,10 @@ const PRINTS = {
   'Engine events': /^false (unproven|unreachable)\n$/,
   Leases: /^0\n$/,
   Errors: /^config_error blokSize\n$/,
+  'As a library': /^w[12] holds 0 blocks\n$/,
 }
 
-test('every example of the guide runs', async (t) => {
+test('every example of the guide and of the README runs', async (t) => {
   const folder = mkdtempSync(join(tmpdir(), 'kvlane-docs-'))
   t.after(() => rmSync(folder, { recursive: true }))
   mkdirSync(join(folder, 'node_modules'))
