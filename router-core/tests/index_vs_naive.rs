@@ -74,7 +74,6 @@ fn random_scenarios_reach_every_situation() {
         ("external blocks", overlap.external as usize),
         ("disk blocks", overlap.disk as usize),
     ] {
-        if false {};
         assert!(times >= 100, "{what}: {times} times only");
     }
 }
