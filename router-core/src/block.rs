@@ -273,14 +273,24 @@ pub struct BlockHashes {
 /// ```
 #[must_use]
 pub fn block_hashes(tokens: &[u32], block_size: BlockSize, salt: &SaltContext<'_>) -> BlockHashes {
-    let local: Vec<_> = tokens
-        .chunks_exact(block_size.tokens())
-        .enumerate()
-        .map(|(index, block)| {
-            let parts = block_salt(index, block_size, salt);
-            LocalBlockHash::of_tokens(block, &parts)
-        })
-        .collect();
+    let blocks = tokens.chunks_exact(block_size.tokens());
+    let local: Vec<_> = if salt.media.is_empty() {
+        // Adapter and salt stand in the first block alone; all others are hashed bare.
+        let first = block_salt(0, block_size, salt);
+        let bare = SaltParts::new();
+        let parts = std::iter::once(&first).chain(std::iter::repeat(&bare));
+        blocks
+            .zip(parts)
+            .map(|(block, parts)| LocalBlockHash::of_tokens(block, parts))
+            .collect()
+    } else {
+        blocks
+            .enumerate()
+            .map(|(index, block)| {
+                LocalBlockHash::of_tokens(block, &block_salt(index, block_size, salt))
+            })
+            .collect()
+    };
     let sequence = SequenceHash::chain(&local);
     BlockHashes { local, sequence }
 }
