@@ -27,11 +27,10 @@ const SESSION_PREFERENCE: f64 = 0.9;
 /// Sessions remembered at once; beyond, new ones get no preference until old ones are forgotten after the TTL.
 pub(super) const SESSIONS_KEPT: usize = 65_536;
 
-/// A candidate with what only the router needs of it.
+/// Every eligible target: what is told of it, and beside that what only the router needs.
 struct Priced<'a> {
-    worker: &'a Worker,
-    target: &'a Arc<Target>,
-    candidate: Candidate,
+    candidates: Vec<Candidate>,
+    places: Vec<(&'a Worker, &'a Arc<Target>)>,
 }
 
 impl Router {
@@ -45,11 +44,12 @@ impl Router {
         let known = self.inner.look_up(request.prompt, now);
         let booking = self.inner.booking.lock();
         let booked = booked_request(request, self.inner.config.block_size.tokens());
-        let mut priced = self
+        let priced = self
             .inner
             .price(&workers, &booking, request, &known, &booked, now)?;
-        priced.sort_by(|a, b| a.candidate.cost.total.total_cmp(&b.candidate.cost.total));
-        Ok(priced.into_iter().map(|priced| priced.candidate).collect())
+        let mut candidates = priced.candidates;
+        candidates.sort_by(|a, b| a.cost.total.total_cmp(&b.cost.total));
+        Ok(candidates)
     }
 
     /// Chooses a target and books the request on it. `None` when no worker is eligible.
@@ -76,14 +76,15 @@ impl Router {
             .inner
             .price(&workers, &booking, request, &known, &booked, now)?;
         let costs: Vec<f64> = priced
+            .candidates
             .iter()
-            .map(|priced| priced.candidate.cost.total)
+            .map(|candidate| candidate.cost.total)
             .collect();
         let temperature = request
             .overrides
             .temperature
             .unwrap_or(self.inner.config.temperature);
-        let fullness = |at: usize| self.inner.fullness(&priced[at], request);
+        let fullness = |at: usize| self.inner.fullness(priced.places[at], request);
         let Some(chosen) = pick(&costs, fullness, temperature, &mut booking.rng) else {
             self.inner.counts.no_worker.fetch_add(1, Ordering::Relaxed);
             return Ok(None);
@@ -120,10 +121,14 @@ impl Router {
             )));
         }
         let weights = CostWeights::new(&self.inner.config, &request.overrides);
-        let priced = self
+        let candidate = self
             .inner
-            .price_one(&weights, owner, target, request, &known, &booked, 1.0)?;
-        Ok(self.commit(&mut booking, request, booked, vec![priced], 0, now))
+            .price_one(&weights, target, request, &known, &booked, 1.0)?;
+        let priced = Priced {
+            candidates: vec![candidate],
+            places: vec![(owner, target)],
+        };
+        Ok(self.commit(&mut booking, request, booked, priced, 0, now))
     }
 
     fn check(&self, request: &SelectRequest<'_>) -> Result<()> {
@@ -148,15 +153,15 @@ impl Router {
         booking: &mut Booking,
         request: &SelectRequest<'_>,
         booked: BookedRequest,
-        priced: Vec<Priced<'_>>,
+        priced: Priced<'_>,
         chosen: usize,
         now: Instant,
     ) -> RequestGuard {
         let inner = &self.inner;
         let id = LeaseId(booking.next_lease);
         booking.next_lease += 1;
-        let target = Arc::clone(priced[chosen].target);
-        let chosen = priced[chosen].candidate.clone();
+        let target = Arc::clone(priced.places[chosen].1);
+        let chosen = priced.candidates[chosen].clone();
         let decision = Arc::new(Decision {
             target: chosen.target.clone(),
             overlap: chosen.overlap,
@@ -165,7 +170,7 @@ impl Router {
                 .cached_tokens(request, chosen.overlap.blocks() + chosen.predicted_blocks),
             request_blocks: blocks_u32(request.prompt.blocks()),
             trust: chosen.trust,
-            candidates: priced.into_iter().map(|priced| priced.candidate).collect(),
+            candidates: priced.candidates,
         });
         target
             .load
@@ -214,13 +219,16 @@ impl Inner {
         known: &Known,
         booked: &BookedRequest,
         now: Instant,
-    ) -> Result<Vec<Priced<'a>>> {
+    ) -> Result<Priced<'a>> {
         let weights = CostWeights::new(&self.config, &request.overrides);
         let session = request.session.and_then(|session| {
             let (slot, life, used) = *booking.sessions.get(&xxh3_64(session.as_bytes()))?;
             (now.saturating_duration_since(used) <= self.config.ttl()).then_some((slot, life))
         });
-        let mut priced = Vec::with_capacity(workers.by_id.len());
+        let mut priced = Priced {
+            candidates: Vec::with_capacity(workers.by_id.len()),
+            places: Vec::with_capacity(workers.by_id.len()),
+        };
         for worker in workers.by_id.values() {
             if !eligible(worker, request) {
                 continue;
@@ -237,28 +245,24 @@ impl Inner {
                 } else {
                     1.0
                 };
-                priced.push(
-                    self.price_one(&weights, worker, target, request, known, booked, preference)?,
-                );
+                let candidate =
+                    self.price_one(&weights, target, request, known, booked, preference)?;
+                priced.candidates.push(candidate);
+                priced.places.push((worker, target));
             }
         }
         Ok(priced)
     }
 
-    #[expect(
-        clippy::too_many_arguments,
-        reason = "the inputs of one price, all of different type"
-    )]
-    fn price_one<'a>(
+    fn price_one(
         &self,
         weights: &CostWeights,
-        worker: &'a Worker,
-        target: &'a Arc<Target>,
+        target: &Target,
         request: &SelectRequest<'_>,
         known: &Known,
         booked: &BookedRequest,
         preference: f64,
-    ) -> Result<Priced<'a>> {
+    ) -> Result<Candidate> {
         let (trust, fidelity) = (target.belief.state(), target.belief.fidelity());
         let (load, decode_blocks) = target.load.lock().before_and_after(booked);
         let inputs = CostInputs {
@@ -270,28 +274,26 @@ impl Inner {
             decode_blocks,
             preference,
         };
-        Ok(Priced {
-            worker,
-            target,
-            candidate: Candidate {
-                target: target.id.clone(),
-                overlap: known.confirmed.get(target.slot),
-                predicted_blocks: known.predicted(target.slot),
-                fidelity,
-                trust,
-                cost: cost(weights, &inputs)?,
-            },
+        Ok(Candidate {
+            target: target.id.clone(),
+            overlap: known.confirmed.get(target.slot),
+            predicted_blocks: known.predicted(target.slot),
+            fidelity,
+            trust,
+            cost: cost(weights, &inputs)?,
         })
     }
 
     /// How full a target is as far as known: what its events say, or what was placed where they say less.
-    fn fullness(&self, priced: &Priced<'_>, request: &SelectRequest<'_>) -> Fullness {
-        let placed = self
-            .placements(request.prompt.kind())
-            .blocks(priced.target.slot);
+    fn fullness(
+        &self,
+        (worker, target): (&Worker, &Arc<Target>),
+        request: &SelectRequest<'_>,
+    ) -> Fullness {
+        let placed = self.placements(request.prompt.kind()).blocks(target.slot);
         Fullness {
-            blocks: priced.target.belief.resident_blocks().max(placed),
-            capacity_blocks: priced.worker.capacity_blocks(),
+            blocks: target.belief.resident_blocks().max(placed),
+            capacity_blocks: worker.capacity_blocks(),
         }
     }
 
