@@ -149,7 +149,9 @@ def test_a_stream_is_what_the_engine_sends(router: Router, fleet: Fleet, prompts
     direct = fleet.w1.http.post("/v1/completions", {**body, "stream": True})
     routed = Routed(router.http.post("/v1/completions", {**body, "stream": True}))
     assert routed.status == 200, routed
-    assert len(routed.answer.events) == len(direct.events), (routed.answer.events, direct.events)
+    # An engine may put two tokens into one event when its reader was late, so their number can differ.
+    assert (routed.answer.events[-1], direct.events[-1]) == ("[DONE]", "[DONE]"), routed.answer.events
+    assert len(routed.answer.events) > 2, routed.answer.events
     assert routed.answer.content == direct.content
     assert '"usage"' not in routed.answer.text
     assert routed.answer.headers["content-type"] == direct.headers["content-type"]

@@ -285,15 +285,25 @@ impl Inner {
     }
 
     /// How full a target is as far as known: what its events say, or what was placed where they say less.
+    ///
+    /// One without room for the request counts as full, however many blocks are missing: it evicts as a full one does, and
+    /// among caches in their steady state a few blocks more or less must not decide where everything new goes.
     fn fullness(
         &self,
         (worker, target): (&Worker, &Arc<Target>),
         request: &SelectRequest<'_>,
     ) -> Fullness {
         let placed = self.placements(request.prompt.kind()).blocks(target.slot);
+        let blocks = target.belief.resident_blocks().max(placed);
+        let capacity_blocks = worker.capacity_blocks();
+        let needed = request.prompt.blocks() + request.extra_blocks as usize;
         Fullness {
-            blocks: target.belief.resident_blocks().max(placed),
-            capacity_blocks: worker.capacity_blocks(),
+            blocks: match capacity_blocks {
+                // Blocks with an incomplete content are in use and in no index: a twentieth is left for them.
+                Some(capacity) if blocks + needed + capacity / 20 >= capacity => capacity,
+                _ => blocks,
+            },
+            capacity_blocks,
         }
     }
 

@@ -23,6 +23,27 @@ fn equal_idle_workers_share_evenly_in_any_order() {
 }
 
 #[test]
+fn full_caches_share_what_is_new_evenly() {
+    let bench = Bench::new(&["w1", "w2"], |_| {});
+    for (worker, blocks) in [("w1", 96u32), ("w2", 99)] {
+        bench.router.set_kv_capacity(worker, Some(100)).unwrap();
+        let hashes: Vec<u64> = (0..blocks.into()).collect();
+        bench.ingest(worker, None, vec![store(&hashes, None, t(0, blocks * 4))]);
+    }
+    let mut wins = 0;
+    for n in 0..200 {
+        let guard = bench.select(&t(10_000 + n * 10, 8));
+        wins += u32::from(guard.worker() == "w1");
+        bench.release(guard);
+    }
+    assert!((65..=135).contains(&wins), "{wins}");
+    // One with room for the request goes before both.
+    bench.add("w3");
+    bench.router.set_kv_capacity("w3", Some(100)).unwrap();
+    assert_eq!(bench.select(&t(90_000, 8)).worker(), "w3");
+}
+
+#[test]
 fn each_pick_is_visible_to_the_next() {
     let names = ["a", "b", "c", "d"];
     let bench = Bench::new(&names, |_| {});
