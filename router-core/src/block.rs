@@ -13,7 +13,7 @@
 //! | 4 | anything else an engine mixed in | as published |
 //!
 //! Adapter and salt stand in the first block alone because the engines publish the salt there alone; the chain carries
-//! them on. The *sequence hash* of the first block is its local hash; afterwards it is [`SequenceHash::child`].
+//! them on. The *sequence hash* of a prefix is the sum of a term for each of its blocks; see [`SequenceHash::child`].
 //!
 //! Text without a tokenizer uses [`TEXT_SEED`] (see [`text`](crate::text)), so the two kinds never meet.
 
@@ -91,44 +91,58 @@ pub struct LocalBlockHash(pub u64);
 pub struct SequenceHash(pub u64);
 
 impl SequenceHash {
-    /// Begins a chain: the first block's sequence hash is its local hash.
+    /// Begins a chain with the first block.
     #[must_use]
     pub const fn root(first: LocalBlockHash) -> Self {
-        Self(first.0)
+        Self(0).child(first, 0)
     }
 
-    /// Continues a chain with the next block's local hash.
+    /// Continues the chain of a prefix of `position` blocks with the next one.
     ///
-    /// One 64 × 64 → 128 bit multiplication of `parent ^ K0` with `local ^ K1`, both halves folded by exclusive or, then
-    /// exclusive or with `local` rotated by 32, so that a zero factor does not erase the block.
+    /// A sequence hash is the wrapping sum, over the blocks of the prefix, of `mix(local, position)`: the 128-bit product of
+    /// `local ^ (K0 + position * K1)` with K2, its halves folded by exclusive or. A term depends on no other block, so that
+    /// a processor computes several at once; that makes the chain of 256 blocks cost about 0.1 µs.
+    /// Like the local hashes it guards against accident, not against somebody who looks for collisions.
     ///
     /// # Source
-    /// The folded multiplication is the mixing step of wyhash and of XXH3 (`mul128_fold64`); K0 and K1 are the first two
-    /// 64-bit words of the fractional part of π.
+    /// The folded multiplication is the mixing step of wyhash and of XXH3 (`mul128_fold64`). K0 and K2 are the first two
+    /// 64-bit words of the fractional part of π, the second made odd; K1 is 2^64 divided by the golden ratio (the step of
+    /// SplitMix64).
     #[must_use]
-    pub const fn child(self, local: LocalBlockHash) -> Self {
+    pub const fn child(self, local: LocalBlockHash, position: usize) -> Self {
         const K0: u64 = 0x243F_6A88_85A3_08D3;
-        const K1: u64 = 0x1319_8A2E_0370_7344;
-        let product = ((self.0 ^ K0) as u128).wrapping_mul((local.0 ^ K1) as u128);
+        const K1: u64 = 0x9E37_79B9_7F4A_7C15;
+        const K2: u64 = 0x1319_8A2E_0370_7345;
+        let place = K0.wrapping_add((position as u64).wrapping_mul(K1));
+        let product = ((local.0 ^ place) as u128).wrapping_mul(K2 as u128);
         #[expect(
             clippy::cast_possible_truncation,
             reason = "the low half is taken on purpose"
         )]
         let folded = (product as u64) ^ ((product >> 64) as u64);
-        Self(folded ^ local.0.rotate_left(32))
+        Self(self.0.wrapping_add(folded))
     }
 
     /// Chains local hashes from the root.
     #[must_use]
     pub fn chain(local_hashes: &[LocalBlockHash]) -> Vec<Self> {
         let mut chain = Vec::with_capacity(local_hashes.len());
-        let mut last: Option<Self> = None;
-        for &local in local_hashes {
-            let next = last.map_or_else(|| Self::root(local), |parent| parent.child(local));
-            chain.push(next);
-            last = Some(next);
-        }
+        chain.extend(Self(0).continued(0, local_hashes));
         chain
+    }
+
+    /// Continues the chain of a prefix of `position` blocks (`Self(0)` for none) with the blocks after it.
+    pub(crate) fn continued(
+        self,
+        position: usize,
+        local_hashes: &[LocalBlockHash],
+    ) -> impl Iterator<Item = Self> {
+        (position..)
+            .zip(local_hashes)
+            .scan(self, |last, (position, &local)| {
+                *last = last.child(local, position);
+                Some(*last)
+            })
     }
 }
 

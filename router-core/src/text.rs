@@ -300,9 +300,13 @@ impl TextHasher {
 
     fn push(&mut self, chunk: &[u8]) {
         let local = LocalBlockHash::of_text(chunk, &self.salt);
-        let parent = self.hashes.sequence.last();
-        let sequence =
-            parent.map_or_else(|| SequenceHash::root(local), |parent| parent.child(local));
+        let before = self
+            .hashes
+            .sequence
+            .last()
+            .copied()
+            .unwrap_or(SequenceHash(0));
+        let sequence = before.child(local, self.hashes.local.len());
         self.hashes.local.push(local);
         self.hashes.sequence.push(sequence);
         self.salt = SaltParts::new();

@@ -281,10 +281,8 @@ impl SlotModel {
         let mut applied = Vec::new();
         for (key, blocks) in stored.keys.iter().zip(blocks) {
             for &local in blocks {
-                let next = path
-                    .last()
-                    .map_or_else(|| SequenceHash::root(local), |last| last.child(local));
-                path.push(next);
+                let before = path.last().copied().unwrap_or(SequenceHash(0));
+                path.push(before.child(local, path.len()));
             }
             applied.push(self.apply_key(key, &path, stored));
         }
