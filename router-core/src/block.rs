@@ -17,13 +17,21 @@
 //!
 //! Text without a tokenizer uses [`TEXT_SEED`] (see [`text`](crate::text)), so the two kinds never meet.
 
+mod fixed;
+mod hasher;
+
 use std::borrow::Cow;
 use std::num::NonZeroU32;
+use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 use xxhash_rust::xxh3::{Xxh3, xxh3_64_with_seed};
 
 use crate::error::{Error, Result};
+
+use fixed::Fixed64;
+
+pub use hasher::PromptHasher;
 
 /// Seed of local hashes over token ids: the ASCII bytes `kvl/tok1`.
 pub const TOKEN_SEED: u64 = u64::from_be_bytes(*b"kvl/tok1");
@@ -205,6 +213,12 @@ impl SaltParts {
         self.0.is_empty()
     }
 
+    /// Appends the parts of another salt.
+    fn then(mut self, more: Self) -> Self {
+        self.0.extend_from_slice(&more.0);
+        self
+    }
+
     fn push(&mut self, tag: u8, pieces: &[&[u8]]) {
         let length: usize = pieces.iter().map(|piece| piece.len()).sum();
         if length == 0 {
@@ -223,6 +237,9 @@ impl LocalBlockHash {
     /// Hashes one block's tokens with its salt.
     #[must_use]
     pub fn of_tokens(tokens: &[u32], salt: &SaltParts) -> Self {
+        if salt.is_empty() {
+            return Self::bare(tokens);
+        }
         Self::of_bytes(&token_bytes(tokens), TOKEN_SEED, salt)
     }
 
@@ -230,6 +247,19 @@ impl LocalBlockHash {
     #[must_use]
     pub fn of_text(text: &[u8], salt: &SaltParts) -> Self {
         Self::of_bytes(text, TEXT_SEED, salt)
+    }
+
+    /// Hashes tokens that stand alone, without salt.
+    fn bare(tokens: &[u32]) -> Self {
+        match tokens.try_into() {
+            Ok(sixteen) => Self(OF_TOKENS.hash_words(sixteen)),
+            Err(_) => Self(xxh3_64_with_seed(&token_bytes(tokens), TOKEN_SEED)),
+        }
+    }
+
+    /// Hashes a full chunk of text that stands alone, without salt.
+    pub(crate) fn of_full_chunk(chunk: &[u8; 64]) -> Self {
+        Self(OF_TEXT.hash_bytes(chunk))
     }
 
     fn of_bytes(bytes: &[u8], seed: u64, salt: &SaltParts) -> Self {
@@ -242,6 +272,9 @@ impl LocalBlockHash {
         Self(hasher.digest())
     }
 }
+
+const OF_TOKENS: Fixed64 = Fixed64::new(TOKEN_SEED);
+const OF_TEXT: Fixed64 = Fixed64::new(TEXT_SEED);
 
 /// Returns the tokens as little-endian bytes: in place where the machine stores them so.
 fn token_bytes(tokens: &[u32]) -> Cow<'_, [u8]> {
@@ -257,6 +290,20 @@ fn token_bytes(tokens: &[u32]) -> Cow<'_, [u8]> {
     }
 }
 
+/// Counts the leading blocks that two prompts share.
+pub(crate) fn common_prefix(a: &[LocalBlockHash], b: &[LocalBlockHash]) -> usize {
+    // Eight at a time, which compiles to vector comparisons.
+    let (a_lines, _) = a.as_chunks::<8>();
+    let (b_lines, _) = b.as_chunks::<8>();
+    let equal = |(a, b): &(&[LocalBlockHash; 8], &[LocalBlockHash; 8])| {
+        let differences = a.iter().zip(*b).map(|(a, b)| a.0 ^ b.0);
+        differences.fold(0, |all, one| all | one) == 0
+    };
+    let whole = 8 * a_lines.iter().zip(b_lines).take_while(equal).count();
+    let rest = a[whole..].iter().zip(&b[whole..]);
+    whole + rest.take_while(|(a, b)| a == b).count()
+}
+
 /// The hashes of one prompt's complete blocks.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct BlockHashes {
@@ -268,7 +315,7 @@ pub struct BlockHashes {
 
 /// Hashes the complete blocks of a prompt.
 ///
-/// Cost: about 10 ns a block of 16 tokens without media. Media items are looked at for each block they may touch.
+/// Cost: about 4 ns a block of 16 tokens for the local hash and 2 ns for the sequence hash, without media. Media items are looked at for each block they may touch.
 ///
 /// # Examples
 /// ```
@@ -287,26 +334,47 @@ pub struct BlockHashes {
 /// ```
 #[must_use]
 pub fn block_hashes(tokens: &[u32], block_size: BlockSize, salt: &SaltContext<'_>) -> BlockHashes {
+    let local = local_hashes(tokens, block_size, salt).to_vec();
+    let sequence = SequenceHash::chain(&local);
+    BlockHashes { local, sequence }
+}
+
+/// Hashes the complete blocks of a prompt, each by itself.
+pub(crate) fn local_hashes(
+    tokens: &[u32],
+    block_size: BlockSize,
+    salt: &SaltContext<'_>,
+) -> Arc<[LocalBlockHash]> {
     let blocks = tokens.chunks_exact(block_size.tokens());
-    let local: Vec<_> = if salt.media.is_empty() {
-        // Adapter and salt stand in the first block alone; all others are hashed bare.
-        let first = block_salt(0, block_size, salt);
-        let bare = SaltParts::new();
-        let parts = std::iter::once(&first).chain(std::iter::repeat(&bare));
-        blocks
-            .zip(parts)
-            .map(|(block, parts)| LocalBlockHash::of_tokens(block, parts))
-            .collect()
-    } else {
-        blocks
+    if !salt.media.is_empty() {
+        return blocks
             .enumerate()
             .map(|(index, block)| {
                 LocalBlockHash::of_tokens(block, &block_salt(index, block_size, salt))
             })
+            .collect();
+    }
+    // Several blocks are in flight at once: one does not depend on another.
+    let mut local: Arc<[_]> = if block_size.tokens() == 16 {
+        let (blocks, _) = tokens.as_chunks::<16>();
+        blocks
+            .iter()
+            .map(|block| LocalBlockHash(OF_TOKENS.hash_words(block)))
             .collect()
+    } else {
+        blocks.clone().map(LocalBlockHash::bare).collect()
     };
-    let sequence = SequenceHash::chain(&local);
-    BlockHashes { local, sequence }
+    // Adapter and salt stand in the first block alone.
+    let parts = block_salt(0, block_size, salt);
+    if !parts.is_empty()
+        && let (Some(first), Some(block)) = (
+            Arc::get_mut(&mut local).and_then(|local| local.first_mut()),
+            tokens.get(..block_size.tokens()),
+        )
+    {
+        *first = LocalBlockHash::of_tokens(block, &parts);
+    }
+    local
 }
 
 /// Collects the salt parts of the block with the given index.

@@ -37,7 +37,8 @@ pub mod trust;
 mod worker;
 
 pub use block::{
-    BlockHashes, BlockSize, LocalBlockHash, MediaSpan, SaltContext, SequenceHash, block_hashes,
+    BlockHashes, BlockSize, LocalBlockHash, MediaSpan, PromptHasher, SaltContext, SequenceHash,
+    block_hashes,
 };
 pub use config::{IndexMode, Overrides, RouterConfig};
 pub use error::{Error, ErrorKind, Result};

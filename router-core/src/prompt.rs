@@ -2,9 +2,7 @@
 
 use std::sync::Arc;
 
-use crate::block::{
-    BlockHashes, BlockSize, LocalBlockHash, SaltContext, SequenceHash, block_hashes,
-};
+use crate::block::{BlockHashes, BlockSize, LocalBlockHash, SaltContext, local_hashes};
 
 /// How a prompt was cut into blocks. The two kinds are kept apart everywhere.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -16,33 +14,37 @@ pub enum PromptKind {
 }
 
 /// Hashes of one prompt, computed once and used for every question about it; cheap to clone.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Prompt {
     local: Arc<[LocalBlockHash]>,
-    sequence: Arc<[SequenceHash]>,
     kind: PromptKind,
     tokens: usize,
 }
 
 impl Prompt {
     /// Hashes token ids. An incomplete last block counts for load and not for matching.
+    ///
+    /// Cost: about 4 ns a block of 16 tokens. [`PromptHasher`](crate::PromptHasher) hashes only what a conversation gained.
     #[must_use]
     pub fn from_tokens(tokens: &[u32], block_size: BlockSize, salt: &SaltContext<'_>) -> Self {
-        let hashes = block_hashes(tokens, block_size, salt);
-        Self::new(hashes, PromptKind::Tokens, tokens.len())
+        let local = local_hashes(tokens, block_size, salt);
+        Self::new(local, PromptKind::Tokens, tokens.len())
     }
 
     /// Takes the chunk hashes of a text whose token count is unknown.
     #[must_use]
     pub fn from_text(hashes: BlockHashes) -> Self {
         let tokens = hashes.local.len() * crate::text::TOKENS_PER_CHUNK;
-        Self::new(hashes, PromptKind::Text, tokens)
+        Self::new(hashes.local.into(), PromptKind::Text, tokens)
     }
 
-    fn new(hashes: BlockHashes, kind: PromptKind, tokens: usize) -> Self {
+    pub(crate) const fn new(
+        local: Arc<[LocalBlockHash]>,
+        kind: PromptKind,
+        tokens: usize,
+    ) -> Self {
         Self {
-            local: hashes.local.into(),
-            sequence: hashes.sequence.into(),
+            local,
             kind,
             tokens,
         }
@@ -66,11 +68,7 @@ impl Prompt {
         self.kind
     }
 
-    pub(crate) fn local(&self) -> &[LocalBlockHash] {
+    pub(crate) const fn local(&self) -> &Arc<[LocalBlockHash]> {
         &self.local
-    }
-
-    pub(crate) const fn sequence(&self) -> &Arc<[SequenceHash]> {
-        &self.sequence
     }
 }

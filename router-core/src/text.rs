@@ -299,7 +299,10 @@ impl TextHasher {
     }
 
     fn push(&mut self, chunk: &[u8]) {
-        let local = LocalBlockHash::of_text(chunk, &self.salt);
+        let local = match chunk.try_into() {
+            Ok(full) if self.salt.is_empty() => LocalBlockHash::of_full_chunk(full),
+            _ => LocalBlockHash::of_text(chunk, &self.salt),
+        };
         let before = self
             .hashes
             .sequence

@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use kvlane::index::TtlIndex;
-use kvlane::{LocalBlockHash, SequenceHash, Slot};
+use kvlane::{LocalBlockHash, Slot};
 
 use super::{Cells, Plan, float, put};
 use crate::clock::thread_cpu;
@@ -68,11 +68,10 @@ fn record(shape: Shape) -> Recorded {
     };
     Workload::new(shape).place_all(|placement| {
         let locals: Vec<_> = locals(&shape, &placement).map(LocalBlockHash).collect();
-        let sequence = SequenceHash::chain(&locals);
         recorded.now += Duration::from_micros(100);
         let (now, slot) = (recorded.now, Slot(placement.worker));
         let start = thread_cpu();
-        let created = recorded.index.record(slot, &sequence, now + TTL, now);
+        let created = recorded.index.record(slot, &locals, now + TTL, now);
         recorded.cpu += thread_cpu() - start;
         recorded.placements += 1;
         recorded.blocks += u64::from(created.created_blocks());

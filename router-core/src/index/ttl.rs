@@ -7,7 +7,7 @@
 //! the blocks of a finished request tail first and evicts the least recently used.
 //!
 //! # Structure
-//! One radix tree over sequence hashes for all slots. Blocks lie in the edges, once, whoever holds them. A slot's share of a
+//! One radix tree over local hashes for all slots. Blocks lie in the edges, once, whoever holds them. A slot's share of a
 //! node is a staircase: usually one stair, more when prompts of different length or TTL met there. The blocks that one
 //! placement was the last to touch form one contiguous *run* of its prompt; runs of a slot are linked by recency and each
 //! has one timer. A placement therefore costs bookkeeping per run and per node, and 8 bytes per block: 7 bytes per held block
@@ -37,7 +37,7 @@ use serde::Serialize;
 
 use self::slab::{NONE, Slab};
 use self::tree::{Tree, Walk};
-use crate::block::SequenceHash;
+use crate::block::LocalBlockHash;
 use crate::ids::Slot;
 use crate::sync::RwLock;
 
@@ -53,12 +53,12 @@ use crate::sync::RwLock;
 /// let now = Instant::now();
 /// let prompt = block_hashes(&[1, 2, 3, 4, 5, 6, 7, 8], BlockSize::new(4)?, &SaltContext::default());
 /// let index = TtlIndex::new();
-/// index.record(Slot(1), &prompt.sequence, now + Duration::from_secs(120), now);
+/// index.record(Slot(1), &prompt.local, now + Duration::from_secs(120), now);
 ///
 /// let mut depths = Vec::new();
-/// index.overlap(&prompt.sequence, now, &mut depths);
+/// index.overlap(&prompt.local, now, &mut depths);
 /// assert_eq!(depths, [0, 2]); // two blocks on slot 1
-/// index.overlap(&prompt.sequence, now + Duration::from_secs(120), &mut depths);
+/// index.overlap(&prompt.local, now + Duration::from_secs(120), &mut depths);
 /// assert_eq!(depths, [0, 0]); // no longer believed
 /// # Ok::<(), kvlane::Error>(())
 /// ```
@@ -106,14 +106,14 @@ impl TtlIndex {
     pub fn record(
         &self,
         slot: Slot,
-        sequence: &[SequenceHash],
+        local_hashes: &[LocalBlockHash],
         deadline: Instant,
         now: Instant,
     ) -> Placement {
-        if deadline <= now || sequence.is_empty() {
+        if deadline <= now || local_hashes.is_empty() {
             return Placement::NOTHING;
         }
-        self.state.write().record(slot, sequence, deadline, now)
+        self.state.write().record(slot, local_hashes, deadline, now)
     }
 
     /// Takes a placement back, because the prompt never reached the slot.
@@ -126,11 +126,11 @@ impl TtlIndex {
     /// ```
     /// use std::time::{Duration, Instant};
     /// use kvlane::index::TtlIndex;
-    /// use kvlane::{SequenceHash, Slot};
+    /// use kvlane::{LocalBlockHash, Slot};
     ///
     /// # #[expect(clippy::disallowed_methods, reason = "a caller has a clock")]
     /// let now = Instant::now();
-    /// let (until, prompt) = (now + Duration::from_secs(120), [SequenceHash(1), SequenceHash(2), SequenceHash(3)]);
+    /// let (until, prompt) = (now + Duration::from_secs(120), [LocalBlockHash(1), LocalBlockHash(2), LocalBlockHash(3)]);
     /// let index = TtlIndex::new();
     /// index.record(Slot(0), &prompt[..1], until, now);
     /// let failed = index.record(Slot(0), &prompt, until, now);
@@ -153,11 +153,11 @@ impl TtlIndex {
     /// `depths` is cleared first; slots beyond its end hold nothing. Cost: a step per node on the prompt's way as far as any
     /// slot holds it, and per holder of each; a slot that holds none of the prompt costs four zero bytes. 0.5 µs for 256
     /// blocks among 10,000 conversations on 64 slots.
-    pub fn overlap(&self, sequence: &[SequenceHash], now: Instant, depths: &mut Vec<u32>) {
+    pub fn overlap(&self, local_hashes: &[LocalBlockHash], now: Instant, depths: &mut Vec<u32>) {
         let state = self.state.read();
         depths.clear();
         depths.resize(state.slots.len(), 0);
-        state.tree.overlap(sequence, now, depths);
+        state.tree.overlap(local_hashes, now, depths);
     }
 
     /// Bounds the blocks of a slot, or lifts the bound; evicts at once what is over it. A bound of 0 keeps nothing.
@@ -286,13 +286,13 @@ impl State {
     fn record(
         &mut self,
         slot: Slot,
-        sequence: &[SequenceHash],
+        local_hashes: &[LocalBlockHash],
         deadline: Instant,
         now: Instant,
     ) -> Placement {
         self.expire(slot.0, now);
         let capacity = self.slot_mut(slot).capacity.unwrap_or(usize::MAX);
-        let length = sequence.len().min(capacity).min(MAX_DEPTH);
+        let length = local_hashes.len().min(capacity).min(MAX_DEPTH);
         self.last_stamp += 1;
         let stamp = self.last_stamp;
         let run = self.runs.insert(Run {
@@ -312,7 +312,7 @@ impl State {
         };
         let placed = self
             .tree
-            .place(&sequence[..length], &walk, &mut self.runs, &mut self.taken);
+            .place(&local_hashes[..length], &walk, &mut self.runs, &mut self.taken);
         if placed.end == 0 {
             self.runs.remove(run);
             return Placement::NOTHING;

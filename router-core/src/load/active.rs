@@ -8,27 +8,27 @@ use std::sync::Arc;
 
 use hashbrown::HashMap;
 
-use crate::block::SequenceHash;
+use crate::block::{LocalBlockHash, common_prefix};
 use crate::ids::LeaseId;
 
 /// What a booking occupies.
 #[derive(Clone, Debug)]
 pub(crate) struct BookedRequest {
-    sequence: Arc<[SequenceHash]>,
+    sequence: Arc<[LocalBlockHash]>,
     /// Blocks that no other request can share: the incomplete tail, output, and every further prompt of a batch.
     own_blocks: usize,
 }
 
 impl BookedRequest {
     /// `own_blocks` is at least 1: the block that the first output token goes to is nobody else's.
-    pub(crate) fn new(sequence: Arc<[SequenceHash]>, own_blocks: usize) -> Self {
+    pub(crate) fn new(sequence: Arc<[LocalBlockHash]>, own_blocks: usize) -> Self {
         Self {
             sequence,
             own_blocks: own_blocks.max(1),
         }
     }
 
-    pub(crate) const fn sequence(&self) -> &Arc<[SequenceHash]> {
+    pub(crate) const fn sequence(&self) -> &Arc<[LocalBlockHash]> {
         &self.sequence
     }
 }
@@ -45,7 +45,7 @@ struct Booking {
 pub(crate) struct ActiveLoad {
     bookings: HashMap<LeaseId, Booking>,
     /// Bookings by the sequence hash of their first block.
-    by_first: HashMap<SequenceHash, Vec<LeaseId>>,
+    by_first: HashMap<LocalBlockHash, Vec<LeaseId>>,
     blocks: usize,
     prefill_blocks: f64,
 }
@@ -125,7 +125,7 @@ impl ActiveLoad {
             .map(|booking| {
                 let other = &booking.request.sequence;
                 let limit = request.sequence.len().min(other.len());
-                let common = shared_prefix(&request.sequence[..limit], &other[..limit]);
+                let common = common_prefix(&request.sequence[..limit], &other[..limit]);
                 // A booking prefills the last part of its prompt; the blocks before were cached.
                 let cached = (other.len() as f64 - booking.prefill_blocks).max(0.0);
                 (common as f64 - cached).max(0.0)
@@ -146,7 +146,7 @@ impl ActiveLoad {
         self.prefill_blocks
     }
 
-    fn shared_blocks(&self, sequence: &[SequenceHash]) -> usize {
+    fn shared_blocks(&self, sequence: &[LocalBlockHash]) -> usize {
         let Some(group) = sequence.first().and_then(|first| self.by_first.get(first)) else {
             return 0;
         };
@@ -158,7 +158,7 @@ impl ActiveLoad {
             if limit <= best || sequence[best] != other[best] {
                 continue;
             }
-            best = shared_prefix(&sequence[..limit], &other[..limit]);
+            best = best.max(common_prefix(&sequence[..limit], &other[..limit]));
             if best == sequence.len() {
                 break;
             }
@@ -174,30 +174,15 @@ impl ActiveLoad {
     }
 }
 
-/// Length of the common prefix of two chains of equal length, by bisection.
-fn shared_prefix(a: &[SequenceHash], b: &[SequenceHash]) -> usize {
-    let (mut low, mut high) = (0, a.len());
-    while low < high {
-        let middle = usize::midpoint(low, high);
-        if a[middle] == b[middle] {
-            low = middle + 1;
-        } else {
-            high = middle;
-        }
-    }
-    low
-}
-
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::block::{LocalBlockHash, SequenceHash};
+    use crate::block::LocalBlockHash;
 
-    fn chain(tokens: &[u64]) -> Arc<[SequenceHash]> {
-        let local: Vec<_> = tokens.iter().map(|token| LocalBlockHash(*token)).collect();
-        SequenceHash::chain(&local).into()
+    fn chain(tokens: &[u64]) -> Arc<[LocalBlockHash]> {
+        tokens.iter().map(|token| LocalBlockHash(*token)).collect()
     }
 
     #[test]

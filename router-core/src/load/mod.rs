@@ -111,7 +111,7 @@ impl TargetLoad {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::block::SequenceHash;
+    use crate::block::LocalBlockHash;
 
     #[expect(
         clippy::disallowed_methods,
@@ -123,7 +123,7 @@ mod tests {
 
     fn request(first: u64, blocks: u64) -> BookedRequest {
         let sequence: Vec<_> = (0..blocks)
-            .map(|block| SequenceHash(first + block))
+            .map(|block| LocalBlockHash(first + block))
             .collect();
         BookedRequest::new(sequence.into(), 1)
     }

@@ -144,7 +144,7 @@ impl Router {
         let target = workers.target(worker, dp_rank.unwrap_or(0))?;
         self.inner
             .placements(prompt.kind())
-            .record(target.slot, prompt.sequence(), now + ttl, now);
+            .record(target.slot, prompt.local(), now + ttl, now);
         Ok(())
     }
 
@@ -246,7 +246,7 @@ impl Inner {
             self.index.overlap(prompt.local(), &mut known.confirmed);
         }
         self.placements(prompt.kind())
-            .overlap(prompt.sequence(), now, &mut known.placed);
+            .overlap(prompt.local(), now, &mut known.placed);
         known
     }
 }

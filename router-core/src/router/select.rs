@@ -337,7 +337,7 @@ impl Inner {
         let ttl = self.placement_ttl(request.prompt.kind(), trust)?;
         Some(self.placements(request.prompt.kind()).record(
             target.slot,
-            request.prompt.sequence(),
+            request.prompt.local(),
             now + ttl,
             now,
         ))
@@ -388,7 +388,7 @@ fn booked_request(request: &SelectRequest<'_>, block_tokens: usize) -> BookedReq
     };
     let output = request.expected_output_tokens.unwrap_or(1).max(1) as usize;
     let own = (tail + output).div_ceil(block_tokens) + request.extra_blocks as usize;
-    BookedRequest::new(Arc::clone(prompt.sequence()), own)
+    BookedRequest::new(Arc::clone(prompt.local()), own)
 }
 
 fn blocks_u32(blocks: usize) -> u32 {

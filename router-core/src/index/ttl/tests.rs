@@ -20,12 +20,11 @@ fn after(origin: Instant, tenths: u64) -> Instant {
 }
 
 /// A prompt of one block per byte.
-fn prompt(blocks: &[u8]) -> Vec<SequenceHash> {
-    let local: Vec<_> = blocks
-        .iter()
+fn prompt(blocks: &[u8]) -> Vec<LocalBlockHash> {
+    let blocks = blocks.iter();
+    blocks
         .map(|&block| LocalBlockHash(u64::from(block) + 1))
-        .collect();
-    SequenceHash::chain(&local)
+        .collect()
 }
 
 fn depths(index: &TtlIndex, blocks: &[u8], now: Instant) -> Vec<u32> {
@@ -220,38 +219,6 @@ fn a_lookup_finds_the_very_block_where_prompts_part() {
 }
 
 #[test]
-fn colliding_prefixes_are_recorded_up_to_the_collision() {
-    let (index, t) = (TtlIndex::new(), origin());
-    let hashes = |values: &[u64]| {
-        values
-            .iter()
-            .map(|&value| SequenceHash(value))
-            .collect::<Vec<_>>()
-    };
-    for (sequence, expected) in [
-        (vec![1, 2, 3], 3),
-        (vec![1, 2, 4, 4], 3), // the second 4 would name two nodes
-        (vec![4, 9], 0),
-        (vec![7, 7, 7], 3),
-        (vec![7, 8], 1),
-        (vec![3, 1], 0),
-    ] {
-        let mut depths = Vec::new();
-        index.record(Slot(0), &hashes(&sequence), after(t, 10), t);
-        index.overlap(&hashes(&sequence), t, &mut depths);
-        assert!(
-            depths[0] <= u32::try_from(sequence.len()).unwrap(),
-            "{sequence:?}"
-        );
-        if sequence[0] != 1 {
-            assert_eq!(depths, [expected], "{sequence:?}");
-        }
-    }
-    index.expire(after(t, 10));
-    assert_eq!(index.stats(), TtlStats::default());
-}
-
-#[test]
 fn memory_per_block_stays_small() {
     // Conversations of 256 blocks in 8 turns, one system prompt of 16 blocks, turns on two of 8 slots.
     let (index, t) = (TtlIndex::new(), origin());
@@ -259,10 +226,9 @@ fn memory_per_block_stays_small() {
         let local: Vec<_> = (0..256_u64)
             .map(|at| LocalBlockHash(if at < 16 { at } else { conversation << 20 | at }))
             .collect();
-        let sequence = SequenceHash::chain(&local);
         for turn in 1..=8_u32 {
             let slot = Slot(u32::try_from(conversation % 8).unwrap() ^ u32::from(turn == 8));
-            index.record(slot, &sequence[..32 * turn as usize], after(t, 1200), t);
+            index.record(slot, &local[..32 * turn as usize], after(t, 1200), t);
         }
     }
     let stats = index.stats();
@@ -524,30 +490,6 @@ proptest! {
         let state = pair.index.state.read();
         prop_assert!(state.slots.is_empty());
         prop_assert_eq!(state.heap_bytes(), 0);
-    }
-}
-
-proptest! {
-    #[test]
-    fn hashes_that_are_no_chain_break_nothing(
-        prompts in prop::collection::vec((0..SLOTS, prop::collection::vec(0_u64..6, 0..8), 0_u64..30), 1..60),
-        capacity in prop::option::of(0_usize..12),
-    ) {
-        let (index, mut now) = (TtlIndex::new(), origin());
-        index.set_capacity(Slot(0), capacity);
-        let mut found = Vec::new();
-        for (slot, hashes, ttl) in &prompts {
-            let sequence: Vec<_> = hashes.iter().map(|&hash| SequenceHash(hash)).collect();
-            let placement = index.record(Slot(*slot), &sequence, after(now, *ttl), now);
-            index.overlap(&sequence, now, &mut found);
-            prop_assert!(found.iter().all(|&depth| depth as usize <= sequence.len()));
-            if ttl % 3 == 0 {
-                index.undo(placement);
-            }
-            now = after(now, 1);
-        }
-        index.expire(after(now, 30));
-        prop_assert_eq!(index.stats(), TtlStats::default());
     }
 }
 

@@ -1,7 +1,6 @@
 //! The radix tree of approximate blocks, and each slot's stairs in it.
 //!
-//! A sequence hash stands for a whole prefix, so the first hash of a node's edge names the node: one table of these *heads*
-//! replaces a child table per node. Should two prefixes collide in 64 bits, the later one is recorded up to there only.
+//! One table of *heads*, the first hash of an edge below a parent, replaces a child table per node.
 
 use std::time::Instant;
 
@@ -9,7 +8,7 @@ use hashbrown::HashMap;
 
 use super::Run;
 use super::slab::{NONE, Slab};
-use crate::block::SequenceHash;
+use crate::block::{LocalBlockHash, common_prefix};
 
 /// Who places a prompt.
 #[derive(Debug)]
@@ -57,7 +56,7 @@ struct Stair {
 
 #[derive(Debug)]
 struct Node {
-    edge: Vec<SequenceHash>,
+    edge: Vec<LocalBlockHash>,
     /// By slot, then by end; a slot's deadlines never rise.
     stairs: Vec<Stair>,
     parent: u32,
@@ -69,8 +68,8 @@ struct Node {
 #[derive(Debug, Default)]
 pub(super) struct Tree {
     nodes: Slab<Node>,
-    /// Node by the first hash of its edge.
-    heads: HashMap<SequenceHash, u32>,
+    /// Node by its parent and the first hash of its edge.
+    heads: HashMap<(u32, LocalBlockHash), u32>,
     blocks: usize,
     scratch: Vec<Stair>,
 }
@@ -87,13 +86,13 @@ impl Tree {
     }
 
     /// Sets `depths[slot]` to the leading blocks that each slot holds beyond `now`.
-    pub(super) fn overlap(&self, sequence: &[SequenceHash], now: Instant, depths: &mut [u32]) {
+    pub(super) fn overlap(&self, sequence: &[LocalBlockHash], now: Instant, depths: &mut [u32]) {
         let mut parent = NONE;
         let mut start = 0;
         let mut rest = sequence;
         while let Some(node) = rest.first().and_then(|head| self.child(parent, *head)) {
             let edge = &self.nodes[node].edge;
-            let matched = common_prefix(edge, rest);
+            let matched = shared_blocks(edge, rest);
             let mut is_held = false;
             for stair in self.nodes[node]
                 .stairs
@@ -116,7 +115,7 @@ impl Tree {
     /// Places a prompt for one slot and run, adding the blocks taken from each older run to `taken`.
     pub(super) fn place(
         &mut self,
-        sequence: &[SequenceHash],
+        sequence: &[LocalBlockHash],
         walk: &Walk,
         runs: &mut Slab<Run>,
         taken: &mut Vec<(u32, u32)>,
@@ -193,7 +192,7 @@ impl Tree {
             return;
         }
         let node = self.nodes.remove(number);
-        self.heads.remove(&node.edge[0]);
+        self.heads.remove(&(node.parent, node.edge[0]));
         if 4 * self.heads.len() < self.heads.capacity() {
             self.heads.shrink_to_fit();
         }
@@ -208,27 +207,25 @@ impl Tree {
     }
 
     /// Returns the child of `parent` whose edge begins with `head`.
-    fn child(&self, parent: u32, head: SequenceHash) -> Option<u32> {
-        let node = *self.heads.get(&head)?;
-        (self.nodes[node].parent == parent).then_some(node)
+    fn child(&self, parent: u32, head: LocalBlockHash) -> Option<u32> {
+        self.heads.get(&(parent, head)).copied()
     }
 
     /// Finds or makes the node below `parent` that `rest` goes through, and how many blocks of it `rest` shares.
     ///
-    /// The edge ends where `rest` leaves it, unless two prefixes collide. None when `rest` is at its end or collides at once.
+    /// The edge ends where `rest` leaves it. None when `rest` is at its end.
     fn enter(
         &mut self,
         parent: u32,
-        rest: &[SequenceHash],
+        rest: &[LocalBlockHash],
         runs: &mut Slab<Run>,
     ) -> Option<(u32, u32)> {
         let head = rest.first()?;
-        if !self.heads.contains_key(head) {
+        let Some(number) = self.child(parent, *head) else {
             return Some((self.add_leaf(parent, rest), length_of(rest)));
-        }
-        let number = self.child(parent, *head)?;
+        };
         let node = &mut self.nodes[number];
-        let matched = common_prefix(&node.edge, rest);
+        let matched = shared_blocks(&node.edge, rest);
         if matched as usize == rest.len() {
             return Some((number, matched));
         }
@@ -245,7 +242,7 @@ impl Tree {
         Some((number, length_of(rest)))
     }
 
-    fn add_leaf(&mut self, parent: u32, edge: &[SequenceHash]) -> u32 {
+    fn add_leaf(&mut self, parent: u32, edge: &[LocalBlockHash]) -> u32 {
         let number = self.nodes.insert(Node {
             edge: edge.to_vec(),
             stairs: Vec::new(),
@@ -253,7 +250,7 @@ impl Tree {
             children: 0,
             children_xor: 0,
         });
-        self.heads.insert(edge[0], number);
+        self.heads.insert((parent, edge[0]), number);
         self.blocks += edge.len();
         if parent != NONE {
             let parent = &mut self.nodes[parent];
@@ -302,20 +299,15 @@ impl Tree {
         start.min(matched)
     }
 
-    /// Splits a node after `length` blocks and returns the new node above it; returns the node itself, unsplit, when the
-    /// hash that would name the lower part names another node.
+    /// Splits a node after `length` blocks and returns the new node above it.
     fn split(&mut self, number: u32, length: u32, runs: &mut Slab<Run>) -> u32 {
         let lower = &mut self.nodes[number];
-        let lower_edge = &lower.edge[length as usize..];
-        if self.heads.contains_key(&lower_edge[0]) {
-            return number;
-        }
-        let lower_edge = lower_edge.to_vec();
+        let lower_edge = lower.edge[length as usize..].to_vec();
         let mut edge = std::mem::replace(&mut lower.edge, lower_edge);
         edge.truncate(length as usize);
         edge.shrink_to_fit();
         let (stairs, parent) = (std::mem::take(&mut lower.stairs), lower.parent);
-        let (heads, lower_head) = ([edge[0]], lower.edge[0]);
+        let (head, lower_head) = (edge[0], lower.edge[0]);
         let upper = self.nodes.insert(Node {
             edge,
             stairs: Vec::new(),
@@ -323,8 +315,8 @@ impl Tree {
             children: 1,
             children_xor: number,
         });
-        self.heads.insert(heads[0], upper);
-        self.heads.insert(lower_head, number);
+        self.heads.insert((parent, head), upper);
+        self.heads.insert((upper, lower_head), number);
         self.nodes[number].parent = upper;
         if parent != NONE {
             self.nodes[parent].children_xor ^= number ^ upper;
@@ -375,8 +367,8 @@ impl Tree {
             self.nodes[upper.parent].children_xor ^= number ^ child;
         }
         let lower = &mut self.nodes[child];
-        self.heads.remove(&lower.edge[0]);
-        self.heads.insert(upper.edge[0], child);
+        self.heads.remove(&(number, lower.edge[0]));
+        self.heads.insert((upper.parent, upper.edge[0]), child);
         let mut edge = Vec::with_capacity(upper.edge.len() + lower.edge.len());
         edge.extend_from_slice(&upper.edge);
         edge.extend_from_slice(&lower.edge);
@@ -446,26 +438,13 @@ fn stair_start(stairs: &[Stair], at: usize) -> u32 {
     }
 }
 
-/// Counts the leading blocks that `edge` and `rest` share; they share the first.
-///
-/// Hashes are chained, so where two are equal all before them are: the last one usually settles it without a walk, and
-/// otherwise bisection finds the place.
-fn common_prefix(edge: &[SequenceHash], rest: &[SequenceHash]) -> u32 {
-    let (mut equal, mut differs) = (0, edge.len().min(rest.len()));
-    let mut probe = differs - 1;
-    while equal + 1 < differs {
-        if edge[probe] == rest[probe] {
-            equal = probe;
-        } else {
-            differs = probe;
-        }
-        probe = equal.midpoint(differs);
-    }
-    length_of(&rest[..differs])
+/// Counts the leading blocks that `edge` and `rest` share.
+fn shared_blocks(edge: &[LocalBlockHash], rest: &[LocalBlockHash]) -> u32 {
+    length_of(&rest[..common_prefix(edge, rest)])
 }
 
 /// Returns a length in blocks; prompts are cut to what fits 32 bits before they come here.
-fn length_of(blocks: &[SequenceHash]) -> u32 {
+fn length_of(blocks: &[LocalBlockHash]) -> u32 {
     u32::try_from(blocks.len()).unwrap_or(u32::MAX)
 }
 
@@ -479,7 +458,7 @@ impl Tree {
         let mut of_run: HashMap<u32, u32> = HashMap::new();
         let mut children: HashMap<u32, (u32, u32)> = HashMap::new();
         for (number, node) in self.nodes.iter() {
-            assert_eq!(self.heads.get(&node.edge[0]), Some(&number));
+            assert_eq!(self.heads.get(&(node.parent, node.edge[0])), Some(&number));
             assert!(!node.stairs.is_empty(), "node {number} is held by nobody");
             assert_ne!(
                 node.children, 1,
@@ -524,9 +503,9 @@ impl Tree {
 
     pub(super) fn heap_bytes(&self) -> usize {
         const MALLOC: usize = 16;
-        let heads = self.heads.capacity() * 8 / 7 * (size_of::<(SequenceHash, u32)>() + 1);
+        let heads = self.heads.capacity() * 8 / 7 * (size_of::<((u32, LocalBlockHash), u32)>() + 1);
         let nodes = self.nodes.iter().map(|(_, node)| {
-            let edge = node.edge.capacity() * size_of::<SequenceHash>();
+            let edge = node.edge.capacity() * size_of::<LocalBlockHash>();
             let stairs = node.stairs.capacity() * size_of::<Stair>();
             edge + stairs + size_of::<Node>() + 3 * MALLOC + 8
         });
