@@ -214,7 +214,7 @@ impl SaltParts {
     }
 
     /// Appends the parts of another salt.
-    fn then(mut self, more: Self) -> Self {
+    fn then(mut self, more: &Self) -> Self {
         self.0.extend_from_slice(&more.0);
         self
     }

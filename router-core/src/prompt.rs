@@ -38,11 +38,7 @@ impl Prompt {
         Self::new(hashes.local.into(), PromptKind::Text, tokens)
     }
 
-    pub(crate) const fn new(
-        local: Arc<[LocalBlockHash]>,
-        kind: PromptKind,
-        tokens: usize,
-    ) -> Self {
+    pub(crate) const fn new(local: Arc<[LocalBlockHash]>, kind: PromptKind, tokens: usize) -> Self {
         Self {
             local,
             kind,
@@ -66,6 +62,12 @@ impl Prompt {
     #[must_use]
     pub const fn kind(&self) -> PromptKind {
         self.kind
+    }
+
+    /// Returns the local hash of each complete block, as [`block_hashes`](crate::block_hashes) does.
+    #[must_use]
+    pub fn local_hashes(&self) -> &[LocalBlockHash] {
+        &self.local
     }
 
     pub(crate) const fn local(&self) -> &Arc<[LocalBlockHash]> {

@@ -6,9 +6,9 @@ use std::collections::HashMap;
 use std::time::{Duration, Instant};
 
 use kvlane::{
-    BlockHashes, BlockSize, Candidate, Error, ErrorKind, LeaseId, LoadReport, MediaSpan, Outcome,
-    Overrides, Prompt, Role, Router, RouterConfig, SaltContext, SelectRequest, WorkerId,
-    WorkerSpec, block_hashes,
+    BlockHashes, BlockSize, Candidate, Error, ErrorKind, LeaseId, LoadReport, LocalBlockHash,
+    MediaSpan, Outcome, Overrides, Prompt, PromptHasher, Role, Router, RouterConfig, SaltContext,
+    SelectRequest, WorkerId, WorkerSpec, block_hashes,
 };
 use rmp::encode;
 use serde_json::{Map, Value, json};
@@ -325,7 +325,15 @@ fn hashes_of(case: &Value) -> Answer {
     let hashes = if let Some(list) = prompt.get("tokens") {
         let size = case["block_size"].as_u64().unwrap_or(16);
         match BlockSize::new(size.try_into().unwrap()) {
-            Ok(size) => with_salt(prompt, |salt| block_hashes(&tokens(list), size, salt)),
+            Ok(size) => with_salt(prompt, |salt| {
+                let hashes = block_hashes(&tokens(list), size, salt);
+                assert_eq!(
+                    in_pieces(&tokens(list), size, salt),
+                    hashes.local,
+                    "{prompt}"
+                );
+                hashes
+            }),
             Err(error) => return Err(failure(error)),
         }
     } else {
@@ -335,6 +343,15 @@ fn hashes_of(case: &Value) -> Answer {
     let local: Vec<String> = hashes.local.iter().map(|hash| hex(hash.0)).collect();
     let sequence: Vec<String> = hashes.sequence.iter().map(|hash| hex(hash.0)).collect();
     Ok(json!({"local": local, "sequence": sequence}))
+}
+
+/// Hashes a prompt as a conversation that grows by 7 tokens a turn.
+fn in_pieces(tokens: &[u32], size: BlockSize, salt: &SaltContext<'_>) -> Vec<LocalBlockHash> {
+    let mut hasher = PromptHasher::new(size, salt);
+    for turn in tokens.chunks(7) {
+        hasher.append(turn);
+    }
+    hasher.prompt().local_hashes().to_vec()
 }
 
 fn text_hashes(prompt: &Value) -> BlockHashes {

@@ -116,7 +116,7 @@ impl PromptHasher {
             };
             let mut parts = block_salt(index, self.block_size, &context);
             if index == 0 {
-                parts = std::mem::take(&mut self.first).then(parts);
+                parts = std::mem::take(&mut self.first).then(&parts);
             }
             LocalBlockHash::of_tokens(block, &parts)
         };

@@ -310,9 +310,12 @@ impl State {
             run,
             deadline,
         };
-        let placed = self
-            .tree
-            .place(&local_hashes[..length], &walk, &mut self.runs, &mut self.taken);
+        let placed = self.tree.place(
+            &local_hashes[..length],
+            &walk,
+            &mut self.runs,
+            &mut self.taken,
+        );
         if placed.end == 0 {
             self.runs.remove(run);
             return Placement::NOTHING;
