@@ -7,6 +7,8 @@
 //!   ([`event`]) and, where those do not prove themselves, from own placements with a TTL and the engine's capacity.
 //! * The **cost** ([`policy`]) of a placement is the prefill that is left to do, what is already waiting there, and the
 //!   blocks in use. The cheapest target is booked; a [`RequestGuard`] holds the booking.
+//! * A **handoff** ([`handoff`]) passes a request from the worker that processes its prompt to the one that decodes;
+//!   whether that pays is planned from measured speeds.
 //! * **Trust** ([`trust`]) says how far each target's events are believed and why; what engines report as cached is held
 //!   against what was predicted.
 //!
@@ -23,6 +25,7 @@ pub mod chat;
 pub mod config;
 mod error;
 pub mod event;
+pub mod handoff;
 mod ids;
 pub mod index;
 pub mod load;

@@ -1,0 +1,25 @@
+//! Plans the handoff of a request from prefill to decode: which two workers, or one alone.
+//!
+//! Splitting costs time to the first token, because the KV cache must move; it spares running streams the stall that a
+//! prompt causes where they decode. Both are predicted from what was measured, never from a datasheet:
+//!
+//! * on one worker, the first token comes after `queue + prefill`;
+//! * on two, after `queue + prefill + fixed + bytes ÷ (throughput of that link, shared with its other transfers)`;
+//! * a stream that decodes where a prompt is processed waits for one chunk of it, one that decodes where a cache arrives
+//!   for the engine to take it in.
+//!
+//! The operator's targets weigh the two against each other: waiting one TTFT objective longer is as bad as one ITL
+//! objective more between two tokens. [`KvShape`] knows the bytes.
+//!
+//! Nothing here has a clock or does I/O. A plan is a pure function of what was observed before, so equal histories plan
+//! alike.
+
+mod kv_shape;
+#[cfg(feature = "json")]
+mod layers;
+#[cfg(feature = "json")]
+mod model_config;
+
+pub use kv_shape::KvShape;
+#[cfg(feature = "json")]
+pub use model_config::KvOptions;
