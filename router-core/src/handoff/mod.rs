@@ -9,17 +9,31 @@
 //!   for the engine to take it in.
 //!
 //! The operator's targets weigh the two against each other: waiting one TTFT objective longer is as bad as one ITL
-//! objective more between two tokens. [`KvShape`] knows the bytes.
+//! objective more between two tokens. [`HandoffPlanner`] learns and plans; [`KvShape`] knows the bytes.
 //!
 //! Nothing here has a clock or does I/O. A plan is a pure function of what was observed before, so equal histories plan
 //! alike.
 
+mod estimate;
 mod kv_shape;
 #[cfg(feature = "json")]
 mod layers;
+mod line;
+mod link;
 #[cfg(feature = "json")]
 mod model_config;
+mod options;
+mod plan;
+mod planner;
+#[cfg(test)]
+mod tests;
 
+pub use estimate::{GapCause, PrefillWork};
 pub use kv_shape::KvShape;
 #[cfg(feature = "json")]
 pub use model_config::KvOptions;
+pub use options::{HandoffConfig, LinkId, PlanRequest, PlanWorker, PrefillSeed};
+pub use plan::{
+    DecidedBy, Excluded, HandoffOption, HandoffPlan, ItlTerms, Reason, Route, TtftTerms,
+};
+pub use planner::{HandoffPlanner, HandoffStats, LinkStats, PrefillStats, TransferGuard};

@@ -1,0 +1,328 @@
+//! A link on which transfers share the throughput.
+//!
+//! Transfers in flight are taken to get equal shares, as TCP streams of one port do: four at once on a 1 GbE port moved 26
+//! to 28 MB/s each where one alone moved 104 MB/s.
+
+use std::collections::BTreeMap;
+use std::time::{Duration, Instant};
+
+use super::line::{Fit, Line};
+
+/// One link: what is known of its speed, and what it is moving.
+#[derive(Debug, Default)]
+pub(super) struct Link {
+    line: Line,
+    open: BTreeMap<u64, Open>,
+    /// Integral of time divided by the transfers in flight: the time that each of them had the link for itself.
+    share: f64,
+    last: Option<Instant>,
+}
+
+/// A transfer that has not ended.
+#[derive(Clone, Copy, Debug)]
+struct Open {
+    bytes: f64,
+    /// Bytes left, as far as the learned speed tells.
+    left: f64,
+    state: State,
+}
+
+#[derive(Clone, Copy, Debug)]
+enum State {
+    /// Its prefill still runs, and is expected to end then.
+    Waiting { until: Instant },
+    /// Moving since then, when the shared time was this.
+    Moving { since: Instant, share: f64 },
+}
+
+/// Transfers simulated one by one; more are taken as one lump, which is exact once all of them move.
+const SIMULATED: usize = 128;
+
+impl Link {
+    pub(super) fn seed(&mut self, bytes_per_second: f64, fixed: Duration) {
+        self.line.seed(Fit {
+            fixed: fixed.as_secs_f64(),
+            per_unit: 1.0 / bytes_per_second,
+        });
+    }
+
+    pub(super) const fn fit(&self) -> Option<Fit> {
+        self.line.fit()
+    }
+
+    pub(super) fn measurements(&self) -> usize {
+        self.line.measurements()
+    }
+
+    pub(super) fn open_transfers(&self) -> usize {
+        self.open.len()
+    }
+
+    /// Books a transfer whose prefill is expected to end at `until`.
+    pub(super) fn book(&mut self, id: u64, bytes: f64, until: Instant) {
+        let open = Open {
+            bytes,
+            left: bytes,
+            state: State::Waiting { until },
+        };
+        self.open.insert(id, open);
+    }
+
+    /// Marks a booked transfer as moving.
+    pub(super) fn start(&mut self, id: u64, now: Instant) {
+        self.advance(now);
+        let share = self.share;
+        if let Some(open) = self.open.get_mut(&id)
+            && matches!(open.state, State::Waiting { .. })
+        {
+            open.state = State::Moving { since: now, share };
+        }
+    }
+
+    /// Ends a transfer and learns from it, if it moved anything.
+    pub(super) fn finish(&mut self, id: u64, now: Instant) {
+        self.advance(now);
+        let Some(open) = self.open.remove(&id) else {
+            return;
+        };
+        let State::Moving { since, share } = open.state else {
+            return;
+        };
+        let seconds = now.saturating_duration_since(since).as_secs_f64();
+        let alone = self.share - share;
+        if alone > 0.0 {
+            // Mean number of transfers in flight meanwhile, by which its bytes were slowed down.
+            self.line.observe(open.bytes * (seconds / alone), seconds);
+        }
+    }
+
+    /// Forgets a transfer that came to nothing.
+    pub(super) fn abandon(&mut self, id: u64) {
+        self.open.remove(&id);
+    }
+
+    /// Takes in a transfer measured elsewhere, alone on the link.
+    pub(super) fn observe(&mut self, bytes: f64, elapsed: Duration) {
+        self.line.observe(bytes, elapsed.as_secs_f64());
+    }
+
+    /// Moves the clock on; an earlier `now` is taken as the latest seen.
+    pub(super) fn advance(&mut self, now: Instant) {
+        let seconds = self
+            .last
+            .map_or(Duration::ZERO, |last| now.saturating_duration_since(last))
+            .as_secs_f64();
+        self.last = self.last.max(Some(now));
+        let is_moving = |open: &Open| matches!(open.state, State::Moving { .. });
+        let moving = self.open.values().filter(|open| is_moving(open)).count();
+        if moving == 0 || seconds <= 0.0 {
+            return;
+        }
+        let each = seconds / moving as f64;
+        self.share += each;
+        if let Some(fit) = self.line.fit() {
+            for open in self.open.values_mut().filter(|open| is_moving(open)) {
+                open.left = (open.left - each / fit.per_unit).max(0.0);
+            }
+        }
+    }
+
+    /// Returns how long `bytes` take that start `delay` after `now`, the fixed part included, if the speed is known.
+    ///
+    /// [`advance`](Self::advance) first.
+    pub(super) fn seconds(&self, bytes: f64, delay: f64, now: Instant) -> Option<f64> {
+        let fit = self.line.fit()?;
+        let work = |bytes: f64| bytes * fit.per_unit;
+        let mut others: Vec<Job> = self
+            .open
+            .values()
+            .map(|open| Job {
+                start: match open.state {
+                    State::Waiting { until } => until.saturating_duration_since(now).as_secs_f64(),
+                    State::Moving { .. } => 0.0,
+                },
+                left: work(open.left),
+            })
+            .filter(|job| job.left > 0.0)
+            .collect();
+        let own = Job {
+            start: delay,
+            left: work(bytes),
+        };
+        if others.len() > SIMULATED {
+            let before: f64 = others.iter().map(|job| job.left.min(own.left)).sum();
+            return Some(fit.fixed + own.left + before);
+        }
+        Some(fit.fixed + shared_end(&mut others, own) - delay)
+    }
+}
+
+/// Work for a link of speed 1.
+#[derive(Clone, Copy, Debug)]
+struct Job {
+    start: f64,
+    left: f64,
+}
+
+/// Returns when `own` ends while the link is shared equally among the jobs that have started.
+fn shared_end(others: &mut [Job], mut own: Job) -> f64 {
+    others.sort_by(|one, other| one.start.total_cmp(&other.start));
+    let mut time = 0.0_f64;
+    // Each round ends a job or starts one.
+    for _ in 0..=2 * others.len() + 2 {
+        let own_moves = own.start <= time;
+        let moving = |job: &&Job| job.start <= time && job.left > 0.0;
+        let in_flight = others.iter().filter(moving).count() + usize::from(own_moves);
+        let next_start = others
+            .iter()
+            .map(|job| job.start)
+            .chain([own.start])
+            .filter(|start| *start > time)
+            .fold(f64::INFINITY, f64::min);
+        if in_flight == 0 {
+            time = next_start;
+            continue;
+        }
+        let least = others
+            .iter()
+            .filter(moving)
+            .map(|job| job.left)
+            .chain(own_moves.then_some(own.left))
+            .fold(f64::INFINITY, f64::min);
+        let step = (least * in_flight as f64).min(next_start - time);
+        if own_moves && own.left * in_flight as f64 <= step {
+            return time + own.left * in_flight as f64;
+        }
+        let done = step / in_flight as f64;
+        for job in others.iter_mut().filter(|job| job.start <= time) {
+            // What is left of rounding would only cost another round.
+            job.left = if job.left - done <= job.left * 1e-12 {
+                0.0
+            } else {
+                job.left - done
+            };
+        }
+        if own_moves {
+            own.left -= done;
+        }
+        time += step;
+    }
+    time.max(own.start) + own.left
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[expect(
+        clippy::disallowed_methods,
+        reason = "a test needs some instant to start from"
+    )]
+    fn start() -> Instant {
+        Instant::now()
+    }
+
+    fn after(from: Instant, seconds: f64) -> Instant {
+        from + Duration::from_secs_f64(seconds)
+    }
+
+    fn job(start: f64, left: f64) -> Job {
+        Job { start, left }
+    }
+
+    fn assert_close(value: f64, expected: f64) {
+        assert!((value - expected).abs() < 1e-6, "{value} for {expected}");
+    }
+
+    #[test]
+    fn equal_shares_end_as_computed_by_hand() {
+        // Alone.
+        assert_close(shared_end(&mut [], job(0.0, 5.0)), 5.0);
+        assert_close(shared_end(&mut [], job(2.0, 5.0)), 7.0);
+        // Four equals end together.
+        assert_close(shared_end(&mut [job(0.0, 2.0); 3], job(0.0, 2.0)), 8.0);
+        // A long one beside it: half speed all the way.
+        assert_close(shared_end(&mut [job(0.0, 100.0)], job(0.0, 3.0)), 6.0);
+        // A short one beside it: 1 + 1 shared, 2 alone.
+        assert_close(shared_end(&mut [job(0.0, 1.0)], job(0.0, 3.0)), 4.0);
+        // One that ends before: 2 of its 2 are done when ours starts.
+        assert_close(shared_end(&mut [job(0.0, 2.0)], job(2.0, 3.0)), 5.0);
+        // One that joins at 1: 1 alone, then 2 left at half speed.
+        assert_close(shared_end(&mut [job(1.0, 9.0)], job(0.0, 3.0)), 5.0);
+        // One that starts after we ended.
+        assert_close(shared_end(&mut [job(9.0, 9.0)], job(0.0, 3.0)), 3.0);
+    }
+
+    #[test]
+    fn the_end_comes_no_sooner_with_more_company_and_never_after_all_work() {
+        let mut rng = fastrand::Rng::with_seed(3);
+        for _ in 0..500 {
+            let count = rng.usize(0..20);
+            let mut others: Vec<Job> = (0..count)
+                .map(|_| job(rng.f64() * 5.0, rng.f64()))
+                .collect();
+            let own = job(rng.f64() * 5.0, 0.01 + rng.f64());
+            let all: f64 = others.iter().map(|job| job.left).sum();
+            let with = shared_end(&mut others.clone(), own);
+            others.pop();
+            let without = shared_end(&mut others, own);
+            assert!(with >= without - 1e-9, "{with} {without}");
+            assert!(with <= own.start + own.left + all + 1e-9, "{with}");
+        }
+    }
+
+    #[test]
+    fn shared_transfers_teach_the_speed_of_the_link() {
+        let from = start();
+        let mut link = Link::default();
+        // Four of 344 MB at once, done after 12.7 s: 27 MB/s each, 108 MB/s the link.
+        for id in 0..4 {
+            link.book(id, 344e6, from);
+            link.start(id, from);
+        }
+        for id in 0..4 {
+            link.finish(id, after(from, 12.74));
+        }
+        let speed = 1.0 / link.fit().unwrap().per_unit;
+        assert!((speed / 108e6 - 1.0).abs() < 0.01, "{speed}");
+        assert_eq!(link.open_transfers(), 0);
+    }
+
+    #[test]
+    fn what_is_in_flight_slows_the_next() {
+        let from = start();
+        let mut link = Link::default();
+        link.seed(100.0, Duration::from_millis(500));
+        assert_close(link.seconds(200.0, 0.0, from).unwrap(), 2.5);
+        link.book(1, 1_000.0, after(from, 1.0));
+        // Still waiting: 1 s alone, then 100 bytes at half speed.
+        assert_close(link.seconds(200.0, 0.0, from).unwrap(), 3.5);
+        link.start(1, from);
+        link.advance(after(from, 9.0));
+        // 100 of its bytes are left: as long as ours, less what ours has beyond.
+        assert_close(link.seconds(200.0, 0.0, after(from, 9.0)).unwrap(), 3.5);
+        link.abandon(1);
+        assert_close(link.seconds(200.0, 0.0, after(from, 9.0)).unwrap(), 2.5);
+    }
+
+    #[test]
+    fn a_crowd_is_taken_as_one_lump() {
+        let from = start();
+        let mut link = Link::default();
+        link.seed(100.0, Duration::ZERO);
+        for id in 0..200 {
+            link.book(id, 100.0, from);
+        }
+        assert_close(link.seconds(100.0, 0.0, from).unwrap(), 201.0);
+    }
+
+    #[test]
+    fn a_transfer_that_never_moved_teaches_nothing() {
+        let from = start();
+        let mut link = Link::default();
+        link.book(1, 1_000.0, from);
+        link.finish(1, after(from, 5.0));
+        link.finish(7, after(from, 6.0));
+        assert_eq!((link.fit(), link.seconds(1.0, 0.0, from)), (None, None));
+    }
+}

@@ -1,0 +1,397 @@
+//! The options of one request, predicted, weighed and explained.
+
+use std::time::Instant;
+
+use serde::Serialize;
+
+use crate::ids::{Role, WorkerRank};
+
+use super::estimate::WorkerSpeed;
+use super::link::Link;
+use super::options::{HandoffConfig, LinkId, PlanRequest, PlanWorker};
+
+/// What to do with a request, and why.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct HandoffPlan {
+    /// Every option, the chosen one first and then cheapest first; empty when no worker can serve the request.
+    pub options: Vec<HandoffOption>,
+    /// What made the first option the first.
+    pub decided_by: DecidedBy,
+    /// Pairs that are no option, and why not.
+    pub excluded: Vec<Excluded>,
+    /// The target of the first token's time that weighed the options.
+    pub ttft_objective_seconds: f64,
+    /// The target of the gap between tokens that weighed them, if there is one.
+    pub itl_objective_seconds: Option<f64>,
+}
+
+impl HandoffPlan {
+    /// Returns the chosen option.
+    #[must_use]
+    pub fn chosen(&self) -> Option<&HandoffOption> {
+        self.options.first()
+    }
+}
+
+/// One way to serve the request, with what it is predicted to cost.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct HandoffOption {
+    /// The worker or workers.
+    #[serde(flatten)]
+    pub route: Route,
+    /// `ttft ÷ its objective + gap ÷ its objective`; lower is better.
+    pub cost: f64,
+    /// The time to the first token.
+    pub ttft: TtftTerms,
+    /// What streams that run already will notice.
+    pub itl: ItlTerms,
+}
+
+/// Where a request is served.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[serde(tag = "route", rename_all = "snake_case")]
+pub enum Route {
+    /// On one worker.
+    Single {
+        /// It processes the prompt and decodes.
+        worker: WorkerRank,
+    },
+    /// On two, with the KV cache handed over.
+    Pair {
+        /// It processes the prompt.
+        prefill: WorkerRank,
+        /// It decodes.
+        decode: WorkerRank,
+        /// What the cache moves over.
+        link: LinkId,
+    },
+}
+
+/// The predicted time to the first token; the seconds add up to `total_seconds`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
+pub struct TtftTerms {
+    /// Sum of all.
+    pub total_seconds: f64,
+    /// Prompts that wait there already.
+    pub queue_seconds: f64,
+    /// The prompt's own prefill.
+    pub prefill_seconds: f64,
+    /// What a transfer costs whatever its size.
+    pub transfer_fixed_seconds: f64,
+    /// The bytes at the link's whole speed.
+    pub transfer_seconds: f64,
+    /// What other transfers on the link add.
+    pub sharing_seconds: f64,
+    /// Tokens to prefill.
+    pub uncached_tokens: u64,
+    /// Bytes to move.
+    pub transfer_bytes: f64,
+    /// The worker's speed was not measured: it is that of its peers, or the configured assumption.
+    pub assumed_speed: bool,
+}
+
+/// The predicted effect on streams that run already, where it is worst.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
+pub struct ItlTerms {
+    /// The longest gap between two tokens; 0 when no stream is affected.
+    pub gap_seconds: f64,
+    /// The usual gap there.
+    pub base_seconds: f64,
+    /// What this request adds to it once.
+    pub stall_seconds: f64,
+    /// Streams that are stalled, on all workers together.
+    pub stalled_streams: u32,
+}
+
+impl ItlTerms {
+    fn add_streams(&mut self, streams: u32) {
+        self.stalled_streams = self.stalled_streams.saturating_add(streams);
+    }
+
+    /// Takes in the gap of one more worker's streams.
+    fn worsen(&mut self, base_seconds: f64, stall_seconds: f64) {
+        let gap_seconds = base_seconds + stall_seconds;
+        if gap_seconds > self.gap_seconds {
+            *self = Self {
+                gap_seconds,
+                base_seconds,
+                stall_seconds,
+                ..*self
+            };
+        }
+    }
+}
+
+/// What decided between the options.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum DecidedBy {
+    /// Nothing can serve the request.
+    Nothing,
+    /// There was one option.
+    Only,
+    /// The chosen option is best in both.
+    Both,
+    /// It brings the first token soonest, and that was worth more than the gaps it causes.
+    Ttft,
+    /// It spares running streams, and that was worth more than its later first token.
+    Itl,
+    /// Options cost the same; the one with fewer parts that can fail was taken.
+    Simplicity,
+}
+
+/// A pair that is no option.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Excluded {
+    /// The worker that would process the prompt.
+    pub prefill: WorkerRank,
+    /// The worker that would decode.
+    pub decode: WorkerRank,
+    /// Why not.
+    pub reason: Reason,
+}
+
+/// Why a pair is no option.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Reason {
+    /// The request cannot be split (several answers, beam search).
+    Unsplittable,
+    /// Engine version, model or connector differ.
+    OtherGroup,
+    /// Nothing connects them.
+    NoLink,
+    /// The link was neither measured nor seeded; requests are not split on a guess.
+    UnmeasuredLink,
+}
+
+/// Costs nearer than this share count as equal: predictions are no better than that.
+const TIE: f64 = 0.01;
+
+/// What the options are computed from.
+#[derive(Debug)]
+pub(super) struct Context<'a> {
+    pub(super) config: &'a HandoffConfig,
+    pub(super) request: &'a PlanRequest<'a>,
+    pub(super) workers: &'a [PlanWorker],
+    /// Of each worker: its speed, and whether that is assumed.
+    pub(super) speeds: Vec<(WorkerSpeed, bool)>,
+}
+
+impl Context<'_> {
+    /// Predicts serving the request on one worker.
+    pub(super) fn single(&self, at: usize) -> HandoffOption {
+        let ttft = self.prefill(at);
+        let itl = self.interference(at, None);
+        let worker = self.workers[at].target.clone();
+        self.weighed(Route::Single { worker }, ttft, itl)
+    }
+
+    /// Predicts serving it on two; `None` when the link's speed is not known.
+    pub(super) fn pair(
+        &self,
+        prefill: usize,
+        decode: usize,
+        link: (LinkId, &Link),
+        now: Instant,
+    ) -> Option<HandoffOption> {
+        let (link_id, link) = link;
+        let fit = link.fit()?;
+        let mut ttft = self.prefill(prefill);
+        let held = self.workers[decode].cached_tokens;
+        let input = self.request.input_tokens;
+        let bytes = self.request.shape.bytes_after(input, held);
+        let seconds = link.seconds(bytes, ttft.total_seconds, now)?;
+        ttft.transfer_bytes = bytes;
+        ttft.transfer_fixed_seconds = fit.fixed;
+        ttft.transfer_seconds = fit.per_unit * bytes;
+        ttft.sharing_seconds = (seconds - fit.seconds(bytes)).max(0.0);
+        ttft.total_seconds += seconds;
+        let itl = self.interference(prefill, Some(decode));
+        let target = |at: usize| self.workers[at].target.clone();
+        let route = Route::Pair {
+            prefill: target(prefill),
+            decode: target(decode),
+            link: link_id,
+        };
+        Some(self.weighed(route, ttft, itl))
+    }
+
+    /// Tells why a pair is no option, as far as that does not depend on its link.
+    pub(super) fn excluded(&self, prefill: usize, decode: usize) -> Option<Reason> {
+        if !self.request.splittable {
+            return Some(Reason::Unsplittable);
+        }
+        (self.workers[prefill].group != self.workers[decode].group).then_some(Reason::OtherGroup)
+    }
+
+    /// Returns the pairs by role. Of very many, those with the quickest prefill and the most of the prompt at the decoder.
+    pub(super) fn pairs(&self) -> Vec<(usize, usize)> {
+        let serving = |role: Role| {
+            let serves = move |at: &usize| self.workers[*at].role.serves(role);
+            (0..self.workers.len()).filter(serves).collect::<Vec<_>>()
+        };
+        let (mut prefill, mut decode) = (serving(Role::Prefill), serving(Role::Decode));
+        if prefill.len() * decode.len() > MAX_PAIRS {
+            let seconds = |at: &usize| self.prefill(*at).total_seconds;
+            prefill.sort_by(|one, other| seconds(one).total_cmp(&seconds(other)));
+            decode.sort_by_key(|at| {
+                let worker = &self.workers[*at];
+                (
+                    std::cmp::Reverse(worker.cached_tokens),
+                    worker.running_streams,
+                )
+            });
+            prefill.truncate(SHORTLIST);
+            decode.truncate(SHORTLIST);
+        }
+        let all = prefill
+            .iter()
+            .flat_map(|prefill| decode.iter().map(move |decode| (*prefill, *decode)));
+        all.filter(|(prefill, decode)| prefill != decode).collect()
+    }
+
+    fn prefill(&self, at: usize) -> TtftTerms {
+        let worker = &self.workers[at];
+        let (speed, assumed_speed) = self.speeds[at];
+        let input = self.request.input_tokens;
+        let queue_seconds = speed.queue_seconds(worker.queued_prefill_tokens);
+        let prefill_seconds = speed.prefill_seconds(input, worker.cached_tokens);
+        TtftTerms {
+            total_seconds: queue_seconds + prefill_seconds,
+            queue_seconds,
+            prefill_seconds,
+            uncached_tokens: input.saturating_sub(worker.cached_tokens),
+            assumed_speed,
+            ..TtftTerms::default()
+        }
+    }
+
+    /// Predicts the longest gap that any running stream will have because of this request.
+    fn interference(&self, prefill: usize, decode: Option<usize>) -> ItlTerms {
+        let mut terms = self.stalled_by_prompt(prefill);
+        let Some(decode) = decode else {
+            return terms;
+        };
+        let (processing, arriving) = (&self.workers[prefill], &self.workers[decode]);
+        if arriving.running_streams == 0 {
+            return terms;
+        }
+        let shared = arriving.shares_device_with(processing);
+        let prompt = if shared {
+            self.prompt_stall(prefill)
+        } else {
+            0.0
+        };
+        if !shared {
+            terms.add_streams(arriving.running_streams);
+        }
+        terms.worsen(self.gap(decode), prompt + self.transfer_stall(decode));
+        terms
+    }
+
+    /// Predicts what streams on the device of the prefill notice of the prompt.
+    fn stalled_by_prompt(&self, prefill: usize) -> ItlTerms {
+        let processing = &self.workers[prefill];
+        let stall = self.prompt_stall(prefill);
+        let mut terms = ItlTerms::default();
+        let near = if processing.device.is_some() {
+            0..self.workers.len()
+        } else {
+            prefill..prefill + 1
+        };
+        for at in near {
+            let worker = &self.workers[at];
+            if worker.running_streams > 0 && worker.shares_device_with(processing) {
+                terms.add_streams(worker.running_streams);
+                terms.worsen(self.gap(at), stall);
+            }
+        }
+        terms
+    }
+
+    fn gap(&self, at: usize) -> f64 {
+        self.speeds[at].0.gap.unwrap_or(0.0)
+    }
+
+    fn prompt_stall(&self, prefill: usize) -> f64 {
+        let worker = &self.workers[prefill];
+        let input = self.request.input_tokens;
+        self.speeds[prefill]
+            .0
+            .prefill_stall(input, worker.cached_tokens, worker.step_tokens)
+    }
+
+    fn transfer_stall(&self, decode: usize) -> f64 {
+        let moved = self
+            .request
+            .input_tokens
+            .saturating_sub(self.workers[decode].cached_tokens);
+        let per_token = self.speeds[decode]
+            .0
+            .transfer_stall
+            .unwrap_or(self.config.transfer_stall_seconds_per_token);
+        per_token * moved as f64
+    }
+
+    fn weighed(&self, route: Route, ttft: TtftTerms, itl: ItlTerms) -> HandoffOption {
+        let gap = self
+            .config
+            .itl_objective_seconds
+            .map_or(0.0, |objective| itl.gap_seconds / objective);
+        HandoffOption {
+            route,
+            cost: ttft.total_seconds / self.config.ttft_objective_seconds + gap,
+            ttft,
+            itl,
+        }
+    }
+}
+
+/// Pairs computed one by one; above, the shortlists of both sides are crossed.
+const MAX_PAIRS: usize = 4_096;
+const SHORTLIST: usize = 64;
+
+/// Orders the options, the one to choose first, and says what decided.
+///
+/// Among options that cost the same, one worker comes before two, then the earlier first token, then the order given.
+pub(super) fn order(options: &mut [HandoffOption]) -> DecidedBy {
+    options.sort_by(|one, other| one.cost.total_cmp(&other.cost));
+    let Some(cheapest) = options.first().map(|option| option.cost) else {
+        return DecidedBy::Nothing;
+    };
+    let limit = cheapest * (1.0 + TIE);
+    let is_pair = |option: &HandoffOption| matches!(option.route, Route::Pair { .. });
+    let best = options
+        .iter()
+        .enumerate()
+        .take_while(|(_, option)| option.cost <= limit)
+        .min_by(|(_, one), (_, other)| {
+            let key = is_pair(one).cmp(&is_pair(other));
+            key.then(one.ttft.total_seconds.total_cmp(&other.ttft.total_seconds))
+        })
+        .map_or(0, |(at, _)| at);
+    options[..=best].rotate_right(1);
+    decided_by(options, best > 0)
+}
+
+fn decided_by(options: &[HandoffOption], tied: bool) -> DecidedBy {
+    let [chosen, others @ ..] = options else {
+        return DecidedBy::Nothing;
+    };
+    if others.is_empty() {
+        return DecidedBy::Only;
+    }
+    let best = |value: fn(&HandoffOption) -> f64| {
+        let least = others.iter().map(value).fold(f64::INFINITY, f64::min);
+        value(chosen) <= least
+    };
+    let first_token = best(|option| option.ttft.total_seconds);
+    let gap = best(|option| option.itl.gap_seconds);
+    match (first_token, gap) {
+        (true, true) => DecidedBy::Both,
+        _ if tied => DecidedBy::Simplicity,
+        (true, false) => DecidedBy::Ttft,
+        (false, _) => DecidedBy::Itl,
+    }
+}
