@@ -12,7 +12,7 @@
 #   FUZZ_SECONDS    seconds for each fuzz target (10)
 . "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 
-steps=(format lint core workspace benches docs python node fuzz scenarios engines)
+steps=(format lint core workspace benches docs python node fuzz scenarios gateways engines)
 logs=$target/test-logs
 step_names=() step_seconds=() step_counts=()
 passed=0 failed=0 skipped=0
@@ -70,9 +70,7 @@ step_docs() {
 }
 
 step_python() {
-  need_venv tools 'maturin>=1.16,<2'
-  rm -rf "$target/wheels/test"
-  (cd bindings-python && "$venv/bin/maturin" build -q --locked --out "$target/wheels/test")
+  test_wheel
   rm -rf "$target/venv/python"
   need_venv python pytest xxhash mypy msgpack numpy pyzmq "$target"/wheels/test/*.whl
   (cd bindings-python && "$venv/bin/python" -m mypy.stubtest kvlane._native kvlane.aio)
@@ -99,6 +97,14 @@ step_scenarios() {
   "$python" scripts/check_demo.py -- "$target/release/kvlane" demo --json
 }
 
+# The real LiteLLM and Ray Serve, from PyPI, each in an environment of its own that is kept in the cache folder.
+step_gateways() {
+  test_wheel
+  cargo build --release -p kvlane-sidecar --bin kvlane
+  need_python
+  KVLANE_PYTHON=${KVLANE_PYTHON:-$python} KVLANE_BIN=$target/release/kvlane tests/gateways/run.sh "$target"/wheels/test/*.whl
+}
+
 step_engines() {
   local run=tests/engines/run.sh
   case ${KVLANE_ENGINES:-} in
@@ -116,6 +122,13 @@ step_engines() {
   esac
   cargo build --release -p kvlane-sidecar --bin kvlane
   KVLANE_BIN=$target/release/kvlane "$run"
+}
+
+# Builds the Python package, unoptimised, into `$target/wheels/test`.
+test_wheel() {
+  need_venv tools 'maturin>=1.16,<2'
+  rm -rf "$target/wheels/test"
+  (cd bindings-python && "$venv/bin/maturin" build -q --locked --out "$target/wheels/test")
 }
 
 run_step() {

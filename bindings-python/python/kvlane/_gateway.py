@@ -1,0 +1,159 @@
+"""What the gateway modules share: settings of workers, the prompt of a body, and what an engine reports of it."""
+
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from inspect import isawaitable
+from typing import Any, Literal, NamedTuple, TypeAlias, TypedDict
+
+from ._native import Error, InvalidRequest, Router
+
+__all__ = ["Tokenize", "Usage", "WorkerOptions"]
+
+log = logging.getLogger("kvlane")
+
+Body: TypeAlias = Mapping[str, Any]
+"""A request as its JSON body has it: `messages` and `tools`, `prompt`, or `input`."""
+
+Tokenize: TypeAlias = Callable[[Body], Any | Awaitable[Any]]
+"""Returns the token ids of a request, exactly those that the engine will see, or None to have it matched as text. May be
+a coroutine function."""
+
+
+class WorkerOptions(TypedDict, total=False):
+    """What may be said of a worker beside its name: the arguments of `Router.add_worker`."""
+
+    dp_ranks: int
+    role: Literal["prefill", "decode", "both"]
+    kv_capacity_blocks: int | None
+    events: str | None
+    replay: str | None
+    block_size: int | None
+    labels: Mapping[str, str] | None
+
+
+class Usage(NamedTuple):
+    """Token counts that an engine reported; None where it did not."""
+
+    prompt_tokens: int | None = None
+    cached_tokens: int | None = None
+    completion_tokens: int | None = None
+
+
+class Fleet:
+    """Registers workers with a router as they are met, once each."""
+
+    def __init__(self, router: Router) -> None:
+        self.router = router
+        self._known = {worker.id for worker in router.workers()}
+        self._refused: set[str] = set()
+
+    def meet(self, worker: str, options: WorkerOptions) -> bool:
+        """Registers a worker unless that was done before. Returns whether the router has it: settings that it refuses are
+        logged, once, and leave the worker to the gateway's own ways."""
+        if worker not in self._known:
+            self._known.add(worker)
+            try:
+                self.router.add_worker(worker, **options)
+            except (Error, TypeError, ValueError) as error:
+                self._refused.add(worker)
+                log.warning("worker %s cannot be routed to by its cache: %s", worker, error)
+        return worker not in self._refused
+
+    def forget(self, worker: str) -> None:
+        """Removes a worker with everything known of it."""
+        if worker in self._known:
+            self._known.discard(worker)
+            if worker in self._refused:
+                self._refused.discard(worker)
+            else:
+                self.router.remove_worker(worker)
+
+    def retain(self, workers: Sequence[str]) -> None:
+        """Removes all others."""
+        for worker in self._known.difference(workers):
+            self.forget(worker)
+
+
+def text_prompt(body: Body) -> dict[str, Any]:
+    """Returns a request's prompt as arguments of `Router.select`, without a tokenizer. A batch is known by its first
+    prompt, and a request without one goes by load."""
+    content = body.get("messages")
+    if content is None:
+        content = body.get("prompt")
+    if content is None:
+        content = body.get("input")
+    while isinstance(content, Sequence) and not isinstance(content, str) and content:
+        first = content[0]
+        if isinstance(first, Mapping):
+            return {"messages": content, "tools": body.get("tools") or None}
+        if isinstance(first, int):
+            return {"tokens": content}
+        content = first
+    if isinstance(content, str):
+        return {"text": content}
+    return {"tokens": ()}
+
+
+async def prompt_of(body: Body, tokenize: Tokenize | None) -> dict[str, Any]:
+    """Returns a request's prompt as arguments of `Router.select`: token ids where `tokenize` gives them, else the text."""
+    tokens = None
+    if tokenize is not None:
+        try:
+            tokens = tokenize(body)
+            if isawaitable(tokens):
+                tokens = await tokens
+        except Exception as error:  # the caller's code; a request must not fail for it
+            log.warning("tokenize failed, the request is matched as text: %r", error)
+            tokens = None
+    prompt = text_prompt(body) if tokens is None else {"tokens": tokens}
+    salt = body.get("cache_salt")
+    if isinstance(salt, str) and salt:
+        prompt["salt"] = salt
+    prompt["expected_output_tokens"] = _expected_output(body)
+    return prompt
+
+
+def by_load(prompt: Mapping[str, Any], error: InvalidRequest) -> dict[str, Any]:
+    """Replaces a prompt that the router refuses, so that the request is placed by load and the engine judges it."""
+    log.warning("a prompt cannot be matched, its request goes by load: %s", error)
+    return {"tokens": (), "expected_output_tokens": prompt.get("expected_output_tokens")}
+
+
+def usage_of(answer: Any) -> Usage:
+    """Reads the usage of an answer or of a streamed chunk, as JSON or as an object with attributes; of the APIs for chats,
+    completions and responses."""
+    usage = _field(answer, "usage")
+    if usage is None:
+        return Usage()
+    details = _field(usage, "prompt_tokens_details")
+    if details is None:
+        details = _field(usage, "input_tokens_details")
+    return Usage(
+        _count(usage, "prompt_tokens", "input_tokens"),
+        _count(details, "cached_tokens"),
+        _count(usage, "completion_tokens", "output_tokens"),
+    )
+
+
+_USUAL_ANSWER_TOKENS = 256
+"""A limit above it says little of what an answer will be."""
+
+
+def _expected_output(body: Body) -> int | None:
+    limits = (body.get(name) for name in ("max_completion_tokens", "max_tokens", "max_output_tokens"))
+    counts = [limit for limit in limits if isinstance(limit, int) and limit > 0]
+    return min([*counts, _USUAL_ANSWER_TOKENS]) if counts else None
+
+
+def _count(holder: Any, *names: str) -> int | None:
+    for name in names:
+        count = _field(holder, name)
+        if isinstance(count, int) and 0 <= count < 1 << 32:
+            return count
+    return None
+
+
+def _field(holder: Any, name: str) -> Any:
+    if isinstance(holder, Mapping):
+        return holder.get(name)
+    return getattr(holder, name, None)
