@@ -37,6 +37,10 @@ test('the packed package works in an empty project, by import and by require', a
   const installed = join(project, 'node_modules/kvlane')
   assert.deepEqual(readdirSync(installed).sort(), [
     'README.md',
+    'gateway.d.mts',
+    'gateway.d.ts',
+    'gateway.js',
+    'gateway.mjs',
     'index.d.mts',
     'index.d.ts',
     'index.js',
@@ -60,8 +64,8 @@ test('the packed package works in an empty project, by import and by require', a
   }
 
   // Declarations are found by both ways of resolving.
-  writeFileSync(join(project, 'use.mts'), "import { Router } from 'kvlane'\nexport const id: string | undefined = new Router().select([1])?.id\n")
-  writeFileSync(join(project, 'use.cts'), "import kvlane = require('kvlane')\nexport const id: string | undefined = new kvlane.Router().select([1])?.id\n")
+  writeFileSync(join(project, 'use.mts'), "import { Router } from 'kvlane'\nimport { selectFor } from 'kvlane/gateway'\nexport const id: string | undefined = selectFor(new Router(), [1])?.id\n")
+  writeFileSync(join(project, 'use.cts'), "import kvlane = require('kvlane')\nimport gateway = require('kvlane/gateway')\nexport const id: string | undefined = gateway.selectFor(new kvlane.Router(), [1])?.id\n")
   const tsc = require.resolve('typescript/bin/tsc')
   const types = join(__dirname, '../node_modules/@types')
   const flags = ['--strict', '--noEmit', '--module', 'nodenext', '--typeRoots', types, '--types', 'node']
