@@ -3,6 +3,8 @@ set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 target=${CARGO_TARGET_DIR:-$root/target}
+# What is large, and the same for every checkout.
+cache=${KVLANE_CACHE:-$HOME/.cache/kvlane}
 cd "$root"
 
 say() { printf '%s\n' "$*" >&2; }
@@ -59,11 +61,12 @@ need_python() {
   "$python" -c 'import ensurepip, venv' 2>/dev/null || apt_install python3-venv
 }
 
-# Makes the virtual environment `$target/venv/NAME` with the given packages, once, and sets `venv` to it.
+# Makes the virtual environment NAME with the given packages, once, and sets `venv` to it. It lies in `$venv_root`, by default
+# `$target/venv`.
 need_venv() {
   local name=$1 wanted
   shift
-  venv=$target/venv/$name
+  venv=${venv_root:-$target/venv}/$name
   wanted="$*"
   if [ ! -x "$venv/bin/python" ] || [ "$(cat "$venv/packages" 2>/dev/null)" != "$wanted" ]; then
     need_python

