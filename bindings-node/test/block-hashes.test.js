@@ -16,8 +16,7 @@ test('only complete blocks are hashed', () => {
   assert.ok(local instanceof BigUint64Array && sequence instanceof BigUint64Array)
   assert.equal(local.length, 2) // 40 tokens / 16, rounded down
   assert.equal(sequence.length, 2)
-  assert.equal(local[0], sequence[0]) // the first sequence hash is its local hash
-  assert.notEqual(local[1], sequence[1])
+  assert.notEqual(sequence[1], kvlane.blockHashes(TOKENS.subarray(16)).sequence[0]) // the same block after another
   assert.equal(kvlane.blockHashes(new Uint32Array()).local.length, 0)
 })
 
