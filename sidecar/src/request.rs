@@ -25,6 +25,7 @@ use crate::fleet::Members;
 use crate::metrics::Metrics;
 use crate::tokenize::TokenizeError;
 use fields::Fields;
+pub(crate) use guard::is_handoff;
 
 /// The APIs whose prompts are understood.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]

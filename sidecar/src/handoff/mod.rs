@@ -1,19 +1,36 @@
 //! Drives the handoff of one request from a prefill worker to a decode worker.
 //!
-//! What to do next is decided by [`Handoff`], a state machine without I/O or clock that serves every protocol: whoever sends requests (a proxy, an endpoint picker) feeds
+//! What to do next is decided by [`Handoff`], a state machine without I/O or clock that serves every protocol; what to
+//! write to the two workers by a [`Protocol`]. Both are pure: whoever sends requests (a proxy, an endpoint picker) feeds
 //! events in and carries actions out.
 //!
 //! What a prefill worker hands over is a [`Ticket`]: it can be used once, because it is moved; not after its deadline,
 //! because redeeming it takes the time; and for no other request, because only the machine of this request gives it out.
 //! Engines do not notice any of the three: they answer 200 with text computed from somebody else's cache.
 
+mod leg;
+mod mooncake;
+mod nixl;
+mod sglang;
 mod state;
 mod ticket;
+mod usage;
 
+pub use leg::{Leg, LegContext, Unsplittable, check_splittable, local_body, strip};
+pub use mooncake::Mooncake;
+pub use nixl::{Nixl, lease_of};
+pub use sglang::Sglang;
 pub use state::{
     Action, Answer, Attempt, Event, Failure, FallbackReason, Handoff, HandoffRules, Outcome,
 };
 pub use ticket::{Expired, Ticket};
+pub use usage::{UsageCorrector, correct_usage, prefill_cached_tokens};
+
+use std::time::Instant;
+
+use serde_json::Value;
+
+use crate::request::Endpoint;
 
 /// In which order the two legs run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -22,4 +39,44 @@ pub enum LegOrder {
     Sequential,
     /// Both legs run at once and find each other by what the router gave them.
     Concurrent,
+}
+
+/// How one kind of engine is told to hand over.
+pub trait Protocol: std::fmt::Debug + Send + Sync {
+    /// Returns in which order the legs run.
+    fn order(&self) -> LegOrder;
+
+    /// Makes what both legs of a concurrent protocol share; `None` where the prefill worker makes it, or where too little is
+    /// known of the prefill worker to split the request.
+    fn introduce(&self, context: &LegContext<'_>, now: Instant) -> Option<Ticket>;
+
+    /// Writes the prefill leg. `ticket` is looked at, not used up: the decode leg of the same request takes it.
+    fn prefill(
+        &self,
+        endpoint: Endpoint,
+        body: &Value,
+        ticket: Option<&Ticket>,
+        context: &LegContext<'_>,
+    ) -> Leg;
+
+    /// Reads what the prefill leg hands over; `None` when it hands over nothing usable, which is no error.
+    fn handed_over(&self, reply: &mut Value, now: Instant) -> Option<Ticket>;
+
+    /// Writes the decode leg, which uses the ticket up.
+    ///
+    /// # Errors
+    /// [`Expired`] when the ticket's time is over at `now`.
+    fn decode(
+        &self,
+        body: Value,
+        ticket: Ticket,
+        context: &LegContext<'_>,
+        now: Instant,
+    ) -> Result<Leg, Expired>;
+}
+
+/// Turns a decode leg of a sequential protocol into one that only fetches what a prefill worker holds, so that it is free again: for a
+/// handed-over prefill whose client has left.
+pub fn collecting(endpoint: Endpoint, leg: &mut Leg) {
+    leg::end_after_one_token(leg::Dialect::Vllm, endpoint, &mut leg.body);
 }

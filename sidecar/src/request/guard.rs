@@ -5,7 +5,7 @@ use memchr::memmem;
 use super::fields::Fields;
 
 /// Tells whether a field belongs to the handoff between prefill and decode.
-pub(super) fn is_handoff(key: &str) -> bool {
+pub(crate) fn is_handoff(key: &str) -> bool {
     key == "kv_transfer_params" || key == "ec_transfer_params" || key.starts_with("bootstrap_")
 }
 

@@ -1,0 +1,382 @@
+//! What the legs of every protocol have in common: limits, streams, and fields that no client may send.
+
+use std::fmt;
+
+use serde_json::{Map, Value, json};
+
+use crate::request::{Endpoint, is_handoff};
+
+/// One request to one worker.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Leg {
+    /// The body.
+    pub body: Value,
+    /// Headers beyond the client's own.
+    pub headers: Vec<(&'static str, String)>,
+}
+
+/// What a protocol must know of a request and its two workers.
+#[derive(Clone, Copy, Debug)]
+pub struct LegContext<'a> {
+    /// The request's id, the same on both legs.
+    pub request_id: &'a str,
+    /// Host of the prefill worker as the decode worker reaches it; an IPv6 address with brackets.
+    pub prefill_host: &'a str,
+    /// Port of its bootstrap service, where the protocol has one.
+    pub bootstrap_port: u16,
+    /// Engine id of the prefill rank, where the protocol needs it before the prefill (Mooncake).
+    pub prefill_engine: Option<&'a str>,
+    /// Rank on the prefill worker, and how many it has.
+    pub prefill_rank: (u32, u32),
+    /// Rank on the decode worker, and how many it has.
+    pub decode_rank: (u32, u32),
+    /// Drawn anew for each handoff: names it where the router has to.
+    pub random: u128,
+}
+
+/// Whose names of fields a body is written in.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Dialect {
+    Vllm,
+    Sglang,
+}
+
+impl LegContext<'_> {
+    /// Returns the header by which vLLM is told a rank; none where there is one rank.
+    pub(super) fn rank_header((rank, ranks): (u32, u32)) -> Vec<(&'static str, String)> {
+        if ranks > 1 {
+            vec![("x-data-parallel-rank", rank.to_string())]
+        } else {
+            Vec::new()
+        }
+    }
+}
+
+/// Why a request is served on one worker whatever a plan would say.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Unsplittable {
+    /// Its API generates nothing, or is not known.
+    Endpoint,
+    /// Its body is not an object.
+    Body,
+    /// It asks for several answers, the best of several, or a beam search.
+    SeveralAnswers,
+    /// It holds several prompts.
+    SeveralPrompts,
+    /// It asks for log-probabilities of its prompt, which only the worker that computes it has, or for its echo.
+    PromptOutput,
+}
+
+impl fmt::Display for Unsplittable {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Endpoint => "its API cannot be split",
+            Self::Body => "its body is not an object",
+            Self::SeveralAnswers => "it asks for several answers or a search",
+            Self::SeveralPrompts => "it holds several prompts",
+            Self::PromptOutput => "it asks for its prompt back",
+        })
+    }
+}
+
+/// Tells whether a request can be split at all.
+///
+/// # Errors
+/// [`Unsplittable`], the reason why it cannot.
+pub fn check_splittable(endpoint: Endpoint, body: &Value) -> Result<(), Unsplittable> {
+    if !generates(endpoint) {
+        return Err(Unsplittable::Endpoint);
+    }
+    let fields = body.as_object().ok_or(Unsplittable::Body)?;
+    let parts = || [Some(fields), sampling(fields)].into_iter().flatten();
+    let several = |name: &str| {
+        let is_several = |value: &Value| !value.is_null() && value.as_u64().is_none_or(|n| n > 1);
+        parts().filter_map(|part| part.get(name)).any(is_several)
+    };
+    let set = |name: &str| {
+        let is_set = |value: &Value| !matches!(value, Value::Null | Value::Bool(false));
+        parts().filter_map(|part| part.get(name)).any(is_set)
+    };
+    if several("n") || several("best_of") || set("use_beam_search") {
+        return Err(Unsplittable::SeveralAnswers);
+    }
+    if ["prompt", "text", "input_ids", "token_ids"]
+        .iter()
+        .any(|name| fields.get(*name).is_some_and(is_batch))
+    {
+        return Err(Unsplittable::SeveralPrompts);
+    }
+    let outputs = [
+        "echo",
+        "prompt_logprobs",
+        "return_logprob",
+        "return_hidden_states",
+    ];
+    if outputs.into_iter().any(set) {
+        return Err(Unsplittable::PromptOutput);
+    }
+    Ok(())
+}
+
+/// Removes every handoff field that a client may have sent, wherever an engine might look for one.
+pub fn strip(body: &mut Value) {
+    let Value::Object(fields) = body else { return };
+    strip_fields(fields);
+    for name in ["sampling_params", "vllm_xargs", "extra_args", "extra_body"] {
+        if let Some(Value::Object(nested)) = fields.get_mut(name) {
+            strip_fields(nested);
+        }
+    }
+}
+
+/// Returns the body of the request as the decode worker serves it alone.
+#[must_use]
+pub fn local_body(mut body: Value) -> Value {
+    strip(&mut body);
+    body
+}
+
+/// Returns the body of a prefill leg: the client's own, ended after one token and without a stream.
+pub(super) fn prefill_body(dialect: Dialect, endpoint: Endpoint, body: &Value) -> Value {
+    let mut body = local_body(body.clone());
+    end_after_one_token(dialect, endpoint, &mut body);
+    body
+}
+
+/// Lets a request end after one token, by length and by nothing else: engines hand over what ended so.
+///
+/// What may be part of the prompt stays (tools, `response_format`, chat template arguments): both legs must see the same
+/// tokens.
+pub(super) fn end_after_one_token(dialect: Dialect, endpoint: Endpoint, body: &mut Value) {
+    let Value::Object(fields) = body else { return };
+    fields.remove("stream_options");
+    fields.insert("stream".to_owned(), json!(false));
+    limit(fields);
+    if let Some(limit_name) = limit_name(endpoint) {
+        fields.insert(limit_name.to_owned(), json!(1));
+    }
+    if takes_ignore_eos(endpoint) {
+        fields.insert("ignore_eos".to_owned(), json!(true));
+    }
+    if endpoint == Endpoint::Generate {
+        let sampling = fields.entry("sampling_params").or_insert_with(|| json!({}));
+        if let Value::Object(sampling) = sampling {
+            limit(sampling);
+            // Each refuses or ignores the other's name.
+            let name = match dialect {
+                Dialect::Vllm => "max_tokens",
+                Dialect::Sglang => "max_new_tokens",
+            };
+            sampling.insert(name.to_owned(), json!(1));
+            sampling.insert("ignore_eos".to_owned(), json!(true));
+        }
+    }
+}
+
+/// Sets the limits that are there to one token and removes other ends.
+fn limit(fields: &mut Map<String, Value>) {
+    for name in [
+        "max_tokens",
+        "max_completion_tokens",
+        "max_output_tokens",
+        "max_new_tokens",
+    ] {
+        if let Some(value) = fields.get_mut(name) {
+            *value = json!(1);
+        }
+    }
+    for name in [
+        "min_tokens",
+        "min_new_tokens",
+        "n",
+        "best_of",
+        "stop",
+        "stop_sequences",
+        "stop_token_ids",
+        "stop_regex",
+    ] {
+        fields.remove(name);
+    }
+}
+
+/// Returns the limit that must be there: without one an engine would go on.
+const fn limit_name(endpoint: Endpoint) -> Option<&'static str> {
+    match endpoint {
+        Endpoint::Chat | Endpoint::Completions | Endpoint::Messages => Some("max_tokens"),
+        Endpoint::Responses => Some("max_output_tokens"),
+        Endpoint::Generate | Endpoint::Embeddings | Endpoint::Other => None,
+    }
+}
+
+/// The other APIs have no such field.
+const fn takes_ignore_eos(endpoint: Endpoint) -> bool {
+    matches!(endpoint, Endpoint::Chat | Endpoint::Completions)
+}
+
+const fn generates(endpoint: Endpoint) -> bool {
+    !matches!(endpoint, Endpoint::Embeddings | Endpoint::Other)
+}
+
+fn sampling(fields: &Map<String, Value>) -> Option<&Map<String, Value>> {
+    fields.get("sampling_params")?.as_object()
+}
+
+/// Tells whether a prompt field holds several prompts: a list of texts or of lists. One in a list counts as well, since its
+/// answer comes in the shape of several.
+fn is_batch(value: &Value) -> bool {
+    let is_prompt = |first: &Value| first.is_string() || first.is_array() || first.is_object();
+    value
+        .as_array()
+        .is_some_and(|list| list.first().is_some_and(is_prompt))
+}
+
+fn strip_fields(fields: &mut Map<String, Value>) {
+    let routing = [
+        "routed_dp_rank",
+        "data_parallel_rank",
+        "disagg_prefill_dp_rank",
+    ];
+    fields.retain(|name, _| !is_handoff(name) && !routing.contains(&name.as_str()));
+}
+
+/// Sets a top-level field of a body that is an object.
+pub(super) fn set(body: &mut Value, name: &str, value: Value) {
+    if let Value::Object(fields) = body {
+        fields.insert(name.to_owned(), value);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_api_ends_after_one_token() {
+        let cases = [
+            (
+                Endpoint::Chat,
+                json!({"messages": [], "max_tokens": 50, "max_completion_tokens": 60, "min_tokens": 9, "stream": true,
+                       "stream_options": {"include_usage": true}, "stop": ["a"], "stop_token_ids": [5], "n": 1,
+                       "response_format": {"type": "json_object"}, "tools": [1]}),
+                json!({"messages": [], "max_tokens": 1, "max_completion_tokens": 1, "stream": false,
+                       "response_format": {"type": "json_object"}, "tools": [1], "ignore_eos": true}),
+            ),
+            (
+                Endpoint::Completions,
+                json!({"prompt": "x"}),
+                json!({"prompt": "x", "stream": false, "max_tokens": 1, "ignore_eos": true}),
+            ),
+            (
+                Endpoint::Responses,
+                json!({"input": "x", "max_output_tokens": 900, "stream": true}),
+                json!({"input": "x", "max_output_tokens": 1, "stream": false}),
+            ),
+            (
+                Endpoint::Messages,
+                json!({"messages": [], "max_tokens": 900, "stop_sequences": ["x"]}),
+                json!({"messages": [], "max_tokens": 1, "stream": false}),
+            ),
+            (
+                Endpoint::Generate,
+                json!({"token_ids": [1], "sampling_params": {"max_tokens": 5, "min_tokens": 2, "n": 1, "top_p": 0.5}}),
+                json!({"token_ids": [1], "sampling_params": {"max_tokens": 1, "top_p": 0.5, "ignore_eos": true},
+                       "stream": false}),
+            ),
+        ];
+        for (endpoint, body, expected) in cases {
+            let prefill = prefill_body(Dialect::Vllm, endpoint, &body);
+            assert_eq!(prefill, expected, "{endpoint:?}");
+        }
+        let generate = json!({"input_ids": [1], "sampling_params": {"max_new_tokens": 9}});
+        let prefill = prefill_body(Dialect::Sglang, Endpoint::Generate, &generate);
+        let expected = json!({"max_new_tokens": 1, "ignore_eos": true});
+        assert_eq!(prefill["sampling_params"], expected);
+    }
+
+    #[test]
+    fn what_a_client_sends_of_a_handoff_is_removed_everywhere() {
+        let mut body = json!({
+            "prompt": "x", "kv_transfer_params": {"do_remote_prefill": true}, "bootstrap_room": 1, "bootstrap_host": "h",
+            "bootstrap_port": 1, "ec_transfer_params": {}, "routed_dp_rank": 1, "data_parallel_rank": 1,
+            "disagg_prefill_dp_rank": 2, "extra_body": {"kv_transfer_params": {}, "kept": 1},
+            "vllm_xargs": {"kv_transfer_params": "{}"}, "sampling_params": {"extra_args": 1, "bootstrap_room": 2}
+        });
+        strip(&mut body);
+        let left = json!({
+            "prompt": "x", "extra_body": {"kept": 1}, "vllm_xargs": {}, "sampling_params": {"extra_args": 1}
+        });
+        assert_eq!(body, left);
+        assert_eq!(local_body(json!("text")), "text");
+    }
+
+    #[test]
+    fn what_cannot_be_split_is_told_with_its_reason() {
+        let whole = [json!(null), json!(1)];
+        for value in whole {
+            let body = json!({"prompt": "x", "n": value, "best_of": value});
+            assert_eq!(
+                check_splittable(Endpoint::Completions, &body),
+                Ok(()),
+                "{body}"
+            );
+        }
+        let cases = [
+            (
+                Endpoint::Embeddings,
+                json!({"input": "x"}),
+                Unsplittable::Endpoint,
+            ),
+            (Endpoint::Chat, json!([]), Unsplittable::Body),
+            (
+                Endpoint::Chat,
+                json!({"n": 2}),
+                Unsplittable::SeveralAnswers,
+            ),
+            (
+                Endpoint::Chat,
+                json!({"n": "2"}),
+                Unsplittable::SeveralAnswers,
+            ),
+            (
+                Endpoint::Completions,
+                json!({"best_of": 3}),
+                Unsplittable::SeveralAnswers,
+            ),
+            (
+                Endpoint::Chat,
+                json!({"use_beam_search": true}),
+                Unsplittable::SeveralAnswers,
+            ),
+            (
+                Endpoint::Generate,
+                json!({"token_ids": [1], "sampling_params": {"n": 4}}),
+                Unsplittable::SeveralAnswers,
+            ),
+            (
+                Endpoint::Completions,
+                json!({"prompt": ["a", "b"]}),
+                Unsplittable::SeveralPrompts,
+            ),
+            (
+                Endpoint::Completions,
+                json!({"prompt": [[1, 2]]}),
+                Unsplittable::SeveralPrompts,
+            ),
+            (
+                Endpoint::Completions,
+                json!({"prompt": "a", "echo": true}),
+                Unsplittable::PromptOutput,
+            ),
+            (
+                Endpoint::Chat,
+                json!({"prompt_logprobs": 0}),
+                Unsplittable::PromptOutput,
+            ),
+        ];
+        for (endpoint, body, reason) in cases {
+            assert_eq!(check_splittable(endpoint, &body), Err(reason), "{body}");
+        }
+        let tokens = json!({"prompt": [1, 2, 3]});
+        assert_eq!(check_splittable(Endpoint::Completions, &tokens), Ok(()));
+    }
+}

@@ -1,0 +1,278 @@
+//! Cached tokens as the client should see them: those of the prefill worker.
+//!
+//! To a decode worker everything it has fetched was cached. What the prefill worker had to compute is what counts.
+
+use memchr::{memchr, memmem};
+use serde_json::{Map, Value, json};
+
+/// Returns the cached tokens that a prefill leg's answer reports, if it does.
+#[must_use]
+pub fn prefill_cached_tokens(reply: &Value) -> Option<u64> {
+    let usage = reply.get("usage");
+    let reported = DETAILS
+        .iter()
+        .find_map(|name| usage?.get(name)?.get("cached_tokens")?.as_u64())
+        .or_else(|| usage?.get(READ_TOKENS)?.as_u64());
+    // vLLM from 0.31 says it there as well, also when it is not asked for details.
+    let own = || {
+        reply
+            .get("kv_transfer_params")?
+            .get("remote_prefill_cached_tokens")?
+            .as_u64()
+    };
+    reported.or_else(own)
+}
+
+/// Replaces the cached tokens in an answer, or in one event of a stream, by `cached`; by null where they are not known. Tells
+/// whether there was anything to replace.
+pub fn correct_usage(answer: &mut Value, cached: Option<u64>) -> bool {
+    let Value::Object(fields) = answer else {
+        return false;
+    };
+    // Chat and completions have it at the top; events of responses and messages one level below.
+    let mut changed = correct_in(fields, cached);
+    for name in ["response", "message"] {
+        if let Some(Value::Object(nested)) = fields.get_mut(name) {
+            changed |= correct_in(nested, cached);
+        }
+    }
+    changed
+}
+
+const DETAILS: [&str; 2] = ["prompt_tokens_details", "input_tokens_details"];
+const READ_TOKENS: &str = "cache_read_input_tokens";
+
+fn correct_in(fields: &mut Map<String, Value>, cached: Option<u64>) -> bool {
+    let Some(Value::Object(usage)) = fields.get_mut("usage") else {
+        return false;
+    };
+    let prompt = ["prompt_tokens", "input_tokens"]
+        .iter()
+        .find_map(|name| usage.get(*name)?.as_u64());
+    let cached = cached.map(|cached| prompt.map_or(cached, |prompt| cached.min(prompt)));
+    let mut changed = false;
+    for name in DETAILS {
+        if let Some(value) = usage
+            .get_mut(name)
+            .and_then(|details| details.get_mut("cached_tokens"))
+        {
+            *value = json!(cached);
+            changed = true;
+        }
+    }
+    if let Some(value) = usage.get_mut(READ_TOKENS) {
+        *value = json!(cached);
+        changed = true;
+    }
+    changed
+}
+
+/// Corrects the usage in an event stream as it passes. Lines without usage pass byte for byte.
+#[derive(Debug)]
+pub struct UsageCorrector {
+    cached: Option<u64>,
+    /// A line without its end so far.
+    line: Vec<u8>,
+    /// The line is too long to be usage; the rest of it passes.
+    passing: bool,
+}
+
+/// Longest line that is looked at. Usage comes at the end of a stream in a line of some hundred bytes, but the last event of
+/// responses holds the whole answer.
+const MAX_LINE: usize = 4 << 20;
+
+impl UsageCorrector {
+    /// Creates a corrector to this number; to null where it is not known.
+    #[must_use]
+    pub const fn new(cached: Option<u64>) -> Self {
+        Self {
+            cached,
+            line: Vec::new(),
+            passing: false,
+        }
+    }
+
+    /// Takes the next piece and appends what can go on.
+    pub fn feed(&mut self, mut piece: &[u8], out: &mut Vec<u8>) {
+        while let Some(end) = memchr(b'\n', piece) {
+            let (line, rest) = piece.split_at(end + 1);
+            self.end_line(line, out);
+            piece = rest;
+        }
+        if self.passing {
+            out.extend_from_slice(piece);
+        } else {
+            self.line.extend_from_slice(piece);
+            if self.line.len() > MAX_LINE {
+                out.append(&mut self.line);
+                self.passing = true;
+            }
+        }
+    }
+
+    /// Appends what is left when the stream has ended.
+    pub fn finish(&mut self, out: &mut Vec<u8>) {
+        self.end_line(&[], out);
+    }
+
+    fn end_line(&mut self, end: &[u8], out: &mut Vec<u8>) {
+        if self.passing {
+            self.passing = false;
+            out.extend_from_slice(end);
+        } else if self.line.is_empty() {
+            // Most lines come whole and need no copy.
+            correct_line(end, self.cached, out);
+        } else {
+            self.line.extend_from_slice(end);
+            correct_line(&self.line, self.cached, out);
+            self.line.clear();
+        }
+    }
+}
+
+fn correct_line(line: &[u8], cached: Option<u64>, out: &mut Vec<u8>) {
+    match corrected(line, cached) {
+        Some(text) => out.extend_from_slice(&text),
+        None => out.extend_from_slice(line),
+    }
+}
+
+/// Returns the line with its usage corrected, if it has any.
+fn corrected(line: &[u8], cached: Option<u64>) -> Option<Vec<u8>> {
+    let data = line.strip_prefix(b"data:")?;
+    memmem::find(data, b"\"usage\"")?;
+    let mut event: Value = serde_json::from_slice(data).ok()?;
+    if !correct_usage(&mut event, cached) {
+        return None;
+    }
+    let mut text = b"data: ".to_vec();
+    serde_json::to_writer(&mut text, &event).ok()?;
+    let end = data
+        .iter()
+        .rev()
+        .take_while(|byte| byte.is_ascii_whitespace());
+    text.extend_from_slice(&data[data.len() - end.count()..]);
+    Some(text)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const STREAM: &str = concat!(
+        "data: {\"choices\":[{\"text\":\"a \\\"usage\\\":{\"}],\"usage\":null}\n\n",
+        ": comment\r\n",
+        "data:  {\"choices\":[],  \"usage\":{\"prompt_tokens\":48,\"prompt_tokens_details\":{\"cached_tokens\":47}}}\r\n\r\n",
+        "data: [DONE]\n\n"
+    );
+    const CORRECTED: &str = concat!(
+        "data: {\"choices\":[{\"text\":\"a \\\"usage\\\":{\"}],\"usage\":null}\n\n",
+        ": comment\r\n",
+        "data: {\"choices\":[],\"usage\":{\"prompt_tokens\":48,\"prompt_tokens_details\":{\"cached_tokens\":32}}}\r\n\r\n",
+        "data: [DONE]\n\n"
+    );
+
+    fn pass(pieces: &[&[u8]]) -> String {
+        let mut corrector = UsageCorrector::new(Some(32));
+        let mut out = Vec::new();
+        for piece in pieces {
+            corrector.feed(piece, &mut out);
+        }
+        corrector.finish(&mut out);
+        String::from_utf8(out).unwrap()
+    }
+
+    #[test]
+    fn a_stream_is_corrected_wherever_it_is_cut() {
+        let bytes = STREAM.as_bytes();
+        for cut in 0..=bytes.len() {
+            assert_eq!(pass(&[&bytes[..cut], &bytes[cut..]]), CORRECTED, "{cut}");
+        }
+        let single: Vec<_> = bytes.chunks(1).collect();
+        assert_eq!(pass(&single), CORRECTED);
+        // Without an end of the last line.
+        let unended = STREAM
+            .trim_end()
+            .strip_suffix("data: [DONE]")
+            .unwrap()
+            .trim_end();
+        let expected = CORRECTED
+            .trim_end()
+            .strip_suffix("data: [DONE]")
+            .unwrap()
+            .trim_end();
+        assert_eq!(pass(&[unended.as_bytes()]), expected);
+    }
+
+    #[test]
+    fn a_line_without_end_passes_in_bounded_memory() {
+        let mut corrector = UsageCorrector::new(Some(1));
+        let mut out = Vec::new();
+        corrector.feed(b"data: {\"usage\":", &mut out);
+        let piece = [b'x'; 65_536];
+        for _ in 0..200 {
+            corrector.feed(&piece, &mut out);
+            assert!(corrector.line.capacity() <= 2 * MAX_LINE + piece.len());
+        }
+        assert_eq!(out.len(), 15 + 200 * 65_536);
+        out.clear();
+        corrector.feed(b"\n", &mut out);
+        corrector.feed(STREAM.as_bytes(), &mut out);
+        assert!(
+            String::from_utf8(out)
+                .unwrap()
+                .contains("\"cached_tokens\":1")
+        );
+    }
+
+    #[test]
+    fn every_api_is_corrected_and_unknown_is_not_everything() {
+        let details = |cached: Value| json!({"usage": {"prompt_tokens": 100, "prompt_tokens_details": {"cached_tokens": cached, "audio": 1}}});
+        let mut answer = details(json!(99));
+        assert!(correct_usage(&mut answer, Some(64)));
+        assert_eq!(answer, details(json!(64)));
+        assert!(correct_usage(&mut answer, None));
+        assert_eq!(answer, details(Value::Null));
+        // More than the prompt holds cannot be.
+        assert!(correct_usage(&mut answer, Some(7_000)));
+        assert_eq!(answer, details(json!(100)));
+
+        let mut event = json!({"type": "response.completed", "response": {"usage": {"input_tokens": 9,
+            "input_tokens_details": {"cached_tokens": 9}}}});
+        assert!(correct_usage(&mut event, Some(4)));
+        assert_eq!(
+            event["response"]["usage"]["input_tokens_details"]["cached_tokens"],
+            4
+        );
+        let mut event = json!({"type": "message_start", "message": {"usage": {"input_tokens": 9,
+            "cache_read_input_tokens": 9}}});
+        assert!(correct_usage(&mut event, Some(4)));
+        assert_eq!(event["message"]["usage"]["cache_read_input_tokens"], 4);
+        for untouched in [
+            json!([]),
+            json!({"usage": null}),
+            json!({"usage": {"prompt_tokens_details": null}}),
+        ] {
+            assert!(
+                !correct_usage(&mut untouched.clone(), Some(4)),
+                "{untouched}"
+            );
+        }
+    }
+
+    #[test]
+    fn the_prefills_number_is_found_in_its_answer() {
+        let reply =
+            |usage: Value, params: Value| json!({"usage": usage, "kv_transfer_params": params});
+        let own = json!({"remote_prefill_cached_tokens": 96});
+        let details = json!({"prompt_tokens_details": {"cached_tokens": 64}});
+        let none = json!({"prompt_tokens_details": null});
+        assert_eq!(
+            prefill_cached_tokens(&reply(details, own.clone())),
+            Some(64)
+        );
+        assert_eq!(prefill_cached_tokens(&reply(none.clone(), own)), Some(96));
+        assert_eq!(prefill_cached_tokens(&reply(none, Value::Null)), None);
+        assert_eq!(prefill_cached_tokens(&json!("text")), None);
+    }
+}
