@@ -84,7 +84,7 @@ impl Lease {
     /// Returns every candidate of the decision with every cost term, by worker and rank.
     #[napi]
     pub fn explain(&self) -> Vec<Candidate> {
-        self.decision.candidates.iter().map(Into::into).collect()
+        self.decision.candidates().iter().map(Into::into).collect()
     }
 
     /// Says that the first token came: the prompt no longer waits for prefill. Extends the lease.

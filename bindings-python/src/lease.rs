@@ -80,7 +80,7 @@ impl Lease {
     /// Returns every eligible target with every cost term, by worker and rank.
     fn explain(&self) -> Vec<Candidate> {
         self.decision
-            .candidates
+            .candidates()
             .iter()
             .map(Candidate::from)
             .collect()

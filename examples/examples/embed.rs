@@ -46,7 +46,7 @@ fn main() -> Result<()> {
         guard.decision().overlap_blocks(),
         prompt.blocks()
     );
-    for candidate in &guard.decision().candidates {
+    for candidate in guard.decision().candidates() {
         println!(
             "  {}: cost {:.1} = {:.1} uncached prefill + {:.1} waiting + {:.1} active blocks",
             candidate.target.worker,

@@ -14,8 +14,8 @@
 //!
 //! # Consistency
 //! A lookup that races an event may miss a block that is being stored, and never credits a target with a block that no
-//! event or recorded placement had put there. Removing a worker is a barrier. Decisions are serialised, so that each sees
-//! the bookings of those before it.
+//! event or recorded placement had put there. Removing a worker is a barrier. A decision sees the bookings of every decision
+//! that was made before it was asked for; decisions that run at the same time may not see each other's.
 //!
 //! See [`Router`] for an example.
 

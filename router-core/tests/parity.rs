@@ -198,7 +198,7 @@ impl Play {
             "overlap_blocks": guard.decision().overlap_blocks(),
             "predicted_cached_tokens": guard.decision().predicted_cached_tokens,
         });
-        let explained = candidates(&guard.decision().candidates);
+        let explained = candidates(&guard.decision().candidates());
         let id = guard.detach(self.now);
         if let Some(lease) = lease {
             self.leases.insert(lease.to_owned(), (id, explained));

@@ -202,6 +202,12 @@ impl Overlaps {
         }
     }
 
+    /// Returns the leading blocks of each slot when all of them are on the device.
+    #[must_use]
+    pub fn device(&self) -> Option<&[u32]> {
+        self.by_slot.is_empty().then_some(&self.device)
+    }
+
     /// Returns how many slots the answer covers; those beyond hold nothing.
     #[must_use]
     pub fn slots(&self) -> usize {

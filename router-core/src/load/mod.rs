@@ -5,16 +5,16 @@
 //! what was sent since is added, what the report contains already is not counted twice. A report is made after it was asked
 //! for and read later still, so what was released in between may be in it and counts as ours, too.
 
-pub mod active;
+pub(crate) mod active;
+pub(crate) mod row;
+mod tree;
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
 use serde::Serialize;
 
-use crate::ids::LeaseId;
-
-use active::{ActiveLoad, BookedRequest};
+use row::Row;
 
 /// What an engine reports of one rank.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -41,27 +41,63 @@ pub struct Load {
 /// Load of one target.
 #[derive(Debug, Default)]
 pub(crate) struct TargetLoad {
-    pub(crate) booked: ActiveLoad,
+    requests: usize,
+    blocks: usize,
+    prefill_blocks: f64,
     foreign_requests: usize,
-    foreign_blocks: f64,
+    foreign_blocks: usize,
     /// Blocks of the latest releases and when they were; without a time where a guard was dropped.
     released: VecDeque<(Option<Instant>, usize)>,
+    /// The worker was removed: the slot is free once nothing is booked on it any more.
+    retired: bool,
 }
 
 /// Engines count a request for about a step after its last token went out.
 const REPORT_LAG: Duration = Duration::from_millis(100);
 /// Releases kept; more than this between two reports means that the newest tell enough.
-const RELEASES_KEPT: usize = 4_096;
+const RELEASES_KEPT: usize = 1_024;
 
 impl TargetLoad {
-    /// Releases a request; a lease that is not booked here is left alone.
-    pub(crate) fn release(&mut self, lease: LeaseId, now: Option<Instant>) {
-        if let Some(blocks) = self.booked.release(lease) {
-            if self.released.len() == RELEASES_KEPT {
-                self.released.pop_front();
-            }
-            self.released.push_back((now, blocks));
+    /// Books a request with the blocks that it adds and the blocks that it must prefill.
+    pub(crate) fn book(&mut self, blocks: usize, prefill_blocks: f64) {
+        self.requests += 1;
+        self.blocks += blocks;
+        self.prefill_blocks += prefill_blocks;
+    }
+
+    /// Takes the prefill of a request off.
+    pub(crate) fn prefill_done(&mut self, prefill_blocks: f64) {
+        self.prefill_blocks -= prefill_blocks;
+        self.settle();
+    }
+
+    /// Replaces the blocks that a request's output occupies.
+    pub(crate) const fn set_output_blocks(&mut self, before: usize, after: usize) {
+        self.blocks = self.blocks - before + after;
+    }
+
+    /// Releases a request with the blocks that it gives back. Returns whether the slot is free by that.
+    pub(crate) fn release(
+        &mut self,
+        blocks: usize,
+        prefill_blocks: f64,
+        now: Option<Instant>,
+    ) -> bool {
+        self.requests -= 1;
+        self.blocks -= blocks;
+        self.prefill_blocks -= prefill_blocks;
+        self.settle();
+        if self.released.len() == RELEASES_KEPT {
+            self.released.pop_front();
         }
+        self.released.push_back((now, blocks));
+        self.is_vacated()
+    }
+
+    /// Notes that the worker was removed. Returns whether the slot is free.
+    pub(crate) fn retire(&mut self) -> bool {
+        self.retired = true;
+        self.is_vacated()
     }
 
     /// Takes in a report that was asked for at `asked`. `capacity_blocks` turns KV use into blocks when known.
@@ -74,44 +110,61 @@ impl TargetLoad {
         let since = asked.checked_sub(REPORT_LAG).unwrap_or(asked);
         self.released
             .retain(|(at, _)| at.is_none_or(|at| at >= since));
-        let own_requests = self.booked.requests() + self.released.len();
+        let own_requests = self.requests + self.released.len();
         let released_blocks: usize = self.released.iter().map(|(_, blocks)| blocks).sum();
-        let own_blocks = self.booked.blocks() + released_blocks;
+        let own_blocks = self.blocks + released_blocks;
         let reported = report.running as usize + report.waiting as usize;
         self.foreign_requests = reported.saturating_sub(own_requests);
-        let used = capacity_blocks.map_or(0.0, |blocks| {
-            report.kv_usage.clamp(0.0, 1.0) * blocks as f64
+        #[expect(
+            clippy::cast_possible_truncation,
+            clippy::cast_sign_loss,
+            reason = "not negative; casts saturate"
+        )]
+        let used = capacity_blocks.map_or(0, |blocks| {
+            // Engines count whole blocks and report their share.
+            (report.kv_usage.clamp(0.0, 1.0) * blocks as f64).round() as usize
         });
         // A request occupies at least one block, also where the capacity is unknown or its prefill has not begun.
-        self.foreign_blocks = (used - own_blocks as f64).max(self.foreign_requests as f64);
+        self.foreign_blocks = used.saturating_sub(own_blocks).max(self.foreign_requests);
         self.released.retain(|(at, _)| at.is_some());
     }
 
-    /// Returns the load now.
-    pub(crate) fn load(&self) -> Load {
-        Load {
-            active_requests: self.booked.requests() + self.foreign_requests,
-            active_blocks: self.booked.blocks() as f64 + self.foreign_blocks,
-            prefill_blocks: self.booked.prefill_blocks(),
-        }
+    /// Writes the load to where decisions read it.
+    pub(crate) fn publish(&self, row: &Row) {
+        row.set_load(
+            self.requests + self.foreign_requests,
+            self.blocks + self.foreign_blocks,
+            self.prefill_blocks,
+        );
     }
 
-    /// Returns the load that a request would find, less the prefill of its own prefix, and the blocks that would be active
-    /// after placing it.
-    pub(crate) fn before_and_after(&self, request: &BookedRequest) -> (Load, f64) {
-        let mut load = self.load();
-        load.prefill_blocks -= self.booked.shared_prefill(request);
-        (
-            load,
-            load.active_blocks + self.booked.new_blocks(request) as f64,
-        )
+    pub(crate) const fn requests(&self) -> usize {
+        self.requests
+    }
+
+    pub(crate) const fn blocks(&self) -> usize {
+        self.blocks
+    }
+
+    pub(crate) const fn prefill_blocks(&self) -> f64 {
+        self.prefill_blocks
+    }
+
+    const fn is_vacated(&self) -> bool {
+        self.retired && self.requests == 0
+    }
+
+    /// Takes away what rounding of sums left when nothing is booked.
+    fn settle(&mut self) {
+        if self.requests == 0 || self.prefill_blocks < 0.0 {
+            self.prefill_blocks = 0.0;
+        }
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::block::LocalBlockHash;
 
     #[expect(
         clippy::disallowed_methods,
@@ -121,17 +174,18 @@ mod tests {
         Instant::now()
     }
 
-    fn request(first: u64, blocks: u64) -> BookedRequest {
-        let sequence: Vec<_> = (0..blocks)
-            .map(|block| LocalBlockHash(first + block))
-            .collect();
-        BookedRequest::new(sequence.into(), 1)
+    /// Requests, blocks and prefill as decisions see them.
+    fn seen(load: &TargetLoad) -> (u32, u32, f64) {
+        let row = Row::default();
+        load.publish(&row);
+        let seen = row.seen();
+        (seen.requests, seen.blocks, seen.prefill)
     }
 
     #[test]
     fn what_a_report_contains_is_not_counted_twice() {
         let mut load = TargetLoad::default();
-        load.booked.book(LeaseId(1), &request(100, 9), 9.0); // 9 full blocks and one of its own: 10
+        load.book(10, 9.0);
         // The engine sees our request and one of somebody else's: 2 running, 30 of 100 blocks.
         load.report(
             LoadReport {
@@ -142,16 +196,35 @@ mod tests {
             Some(100),
             start(),
         );
-        let now = load.load();
-        assert_eq!(now.active_requests, 2);
-        assert!((now.active_blocks - 30.0).abs() < 1e-9);
+        assert_eq!(seen(&load), (2, 30, 9.0));
         // What is sent afterwards is added.
-        load.booked.book(LeaseId(2), &request(200, 4), 4.0);
-        assert_eq!(load.load().active_requests, 3);
-        assert!((load.load().active_blocks - 35.0).abs() < 1e-9);
+        load.book(5, 4.0);
+        assert_eq!(seen(&load), (3, 35, 13.0));
         // What ends is taken off.
-        load.release(LeaseId(1), Some(start()));
-        assert!((load.load().active_blocks - 25.0).abs() < 1e-9);
+        load.release(10, 9.0, Some(start()));
+        assert_eq!(seen(&load), (2, 25, 4.0));
+    }
+
+    #[test]
+    fn output_and_prefill_follow_the_request() {
+        let mut load = TargetLoad::default();
+        load.book(1, 0.5);
+        load.set_output_blocks(0, 4);
+        assert_eq!(seen(&load), (1, 5, 0.5));
+        load.prefill_done(0.5);
+        assert!(!load.release(5, 0.0, None));
+        assert_eq!(seen(&load), (0, 0, 0.0));
+    }
+
+    #[test]
+    fn a_removed_targets_slot_is_free_after_its_last_release() {
+        let mut load = TargetLoad::default();
+        load.book(1, 0.0);
+        load.book(1, 0.0);
+        assert!(!load.retire());
+        assert!(!load.release(1, 0.0, None));
+        assert!(load.release(1, 0.0, None));
+        assert!(TargetLoad::default().retire());
     }
 
     #[test]
@@ -165,23 +238,19 @@ mod tests {
         };
         for (released, asked, foreign) in [(1_010, 1_000, 0), (950, 1_000, 0), (800, 1_000, 1)] {
             let mut load = TargetLoad::default();
-            load.booked.book(LeaseId(1), &request(100, 9), 9.0);
-            load.release(LeaseId(1), Some(at(released)));
+            load.book(10, 9.0);
+            load.release(10, 9.0, Some(at(released)));
             load.report(report, Some(100), at(asked));
-            assert_eq!(
-                load.load().active_requests,
-                foreign,
-                "released at {released} ms"
-            );
+            assert_eq!(seen(&load).0, foreign, "released at {released} ms");
         }
         // A guard that was dropped says no time: it counts for the next report, and for that one alone.
         let mut load = TargetLoad::default();
-        load.booked.book(LeaseId(1), &request(100, 9), 9.0);
-        load.release(LeaseId(1), None);
+        load.book(10, 9.0);
+        load.release(10, 9.0, None);
         load.report(report, Some(100), at(1_000));
-        assert_eq!(load.load().active_requests, 0);
+        assert_eq!(seen(&load).0, 0);
         load.report(report, Some(100), at(2_000));
-        assert_eq!(load.load().active_requests, 1);
+        assert_eq!(seen(&load).0, 1);
     }
 
     #[test]
@@ -196,6 +265,6 @@ mod tests {
             None,
             start(),
         );
-        assert!((load.load().active_blocks - 23.0).abs() < 1e-9);
+        assert_eq!(seen(&load).1, 23);
     }
 }

@@ -50,6 +50,12 @@ impl CostWeights {
             + self.disk_hit_credit * f64::from(overlap.disk)
             + self.external_hit_credit * f64::from(overlap.external)
     }
+
+    /// The cost before preference.
+    #[inline]
+    pub(super) fn sum(&self, prefill_blocks: f64, decode_blocks: f64, requests: f64) -> f64 {
+        self.prefill_weight * prefill_blocks + decode_blocks + self.request_weight * requests
+    }
 }
 
 /// What is known of one placement.
@@ -133,9 +139,11 @@ pub fn cost(weights: &CostWeights, inputs: &CostInputs) -> Result<CostBreakdown>
     let credit = weights.credit(&inputs.overlap) * inputs.fidelity.clamp(0.0, 1.0);
     let uncached_prefill_blocks = (f64::from(inputs.request_blocks) - credit).max(0.0);
     let active_requests = inputs.load.active_requests as f64;
-    let sum = weights.prefill_weight * (uncached_prefill_blocks + inputs.load.prefill_blocks)
-        + inputs.decode_blocks
-        + weights.request_weight * active_requests;
+    let sum = weights.sum(
+        uncached_prefill_blocks + inputs.load.prefill_blocks,
+        inputs.decode_blocks,
+        active_requests,
+    );
     let preference = inputs.preference.clamp(0.5, 2.0);
     Ok(CostBreakdown {
         total: preference * sum,

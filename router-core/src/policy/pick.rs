@@ -4,45 +4,61 @@ use fastrand::Rng;
 
 /// How full the KV cache of a candidate is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Fullness {
+pub(crate) struct Fullness {
     /// Blocks that it holds as far as known.
-    pub blocks: usize,
+    pub(crate) blocks: usize,
     /// Blocks that it can hold, when known.
-    pub capacity_blocks: Option<usize>,
+    pub(crate) capacity_blocks: Option<usize>,
 }
 
 /// Costs nearer than this count as equal: sums of a few thousand blocks in different order differ by less.
 const TIE: f64 = 1e-6;
 
-/// Returns the index of the chosen candidate, `None` when there are none.
+/// Returns the lowest cost, infinity without a candidate.
+pub(crate) fn cheapest(costs: &[f64]) -> f64 {
+    // Lanes of their own, so that one comparison does not wait for the one before.
+    let least = |a: f64, b: f64| if b < a { b } else { a };
+    let (lines, rest) = costs.as_chunks::<8>();
+    let mut lanes = [f64::INFINITY; 8];
+    for line in lines {
+        for (lane, cost) in lanes.iter_mut().zip(line) {
+            *lane = least(*lane, *cost);
+        }
+    }
+    lanes.iter().chain(rest).copied().fold(f64::INFINITY, least)
+}
+
+/// Returns the position of the chosen candidate; positions of infinite cost are none, and at least one is finite.
 ///
-/// At `temperature` 0 the cheapest is taken; equals go to the one with the emptiest cache, then uniformly by `rng`.
-/// Emptiness is the share of its capacity, or the plain number of blocks where one of the equals does not know its
-/// capacity; `fullness` is asked for equals alone. Above 0 candidates are drawn with weight
-/// `exp(−(cost − min) ÷ (temperature × spread))`, where spread is the difference between dearest and cheapest, so that the
-/// scale of costs does not matter.
-#[must_use]
-pub fn pick(
+/// At `temperature` 0 one of the `cheapest` is taken: that with the emptiest cache, then uniformly by `rng`. Emptiness is the
+/// share of its capacity, or the plain number of blocks where one of the equals does not know its capacity; `fullness` is
+/// asked for equals alone. Above 0 candidates are drawn with weight `exp(−(cost − min) ÷ (temperature × spread))`, where spread
+/// is the difference between dearest and cheapest, so that the scale of costs does not matter. `equals` is room to work in.
+pub(crate) fn pick(
     costs: &[f64],
+    cheapest: f64,
     fullness: impl Fn(usize) -> Fullness,
     temperature: f64,
+    equals: &mut Vec<(usize, Fullness)>,
     rng: &mut Rng,
-) -> Option<usize> {
-    let cheapest = costs.iter().copied().min_by(f64::total_cmp)?;
+) -> usize {
     if temperature > 0.0 {
-        return Some(sample(costs, cheapest, temperature, rng));
+        return sample(costs, cheapest, temperature, rng);
     }
-    let mut equals = (0..costs.len()).filter(|&at| costs[at] - cheapest <= TIE);
-    let first = equals.next()?;
-    let Some(second) = equals.next() else {
-        return Some(first);
+    let mut at_least = costs.iter().enumerate();
+    let mut next = || {
+        at_least
+            .find(|(_, cost)| **cost - cheapest <= TIE)
+            .map(|(at, _)| at)
     };
-    let equals: Vec<(usize, Fullness)> = [first, second]
-        .into_iter()
-        .chain(equals)
-        .map(|at| (at, fullness(at)))
-        .collect();
-    Some(emptiest(&equals, rng))
+    let first = next().unwrap_or(0);
+    let Some(second) = next() else {
+        return first;
+    };
+    equals.clear();
+    equals.extend([first, second].map(|at| (at, fullness(at))));
+    equals.extend(std::iter::from_fn(next).map(|at| (at, fullness(at))));
+    emptiest(equals, rng)
 }
 
 /// Chooses among equals, of which there is at least one.
@@ -73,20 +89,26 @@ fn emptiest(equals: &[(usize, Fullness)], rng: &mut Rng) -> usize {
 }
 
 fn sample(costs: &[f64], cheapest: f64, temperature: f64, rng: &mut Rng) -> usize {
-    let dearest = costs.iter().copied().fold(cheapest, f64::max);
+    let finite = || {
+        costs
+            .iter()
+            .copied()
+            .enumerate()
+            .filter(|(_, cost)| cost.is_finite())
+    };
+    let dearest = finite().map(|(_, cost)| cost).fold(cheapest, f64::max);
     let scale = temperature * (dearest - cheapest).max(TIE);
-    let weights: Vec<f64> = costs
-        .iter()
-        .map(|cost| (-(cost - cheapest) / scale).exp())
-        .collect();
-    let mut left = rng.f64() * weights.iter().sum::<f64>();
-    for (index, weight) in weights.iter().enumerate() {
+    let weights = || finite().map(|(at, cost)| (at, (-(cost - cheapest) / scale).exp()));
+    let mut left = rng.f64() * weights().map(|(_, weight)| weight).sum::<f64>();
+    let mut last = 0;
+    for (at, weight) in weights() {
         left -= weight;
+        last = at;
         if left < 0.0 {
-            return index;
+            break;
         }
     }
-    costs.len() - 1
+    last
 }
 
 #[cfg(test)]
@@ -95,7 +117,12 @@ mod tests {
 
     fn choose(candidates: &[(f64, Fullness)], temperature: f64, rng: &mut Rng) -> Option<usize> {
         let costs: Vec<f64> = candidates.iter().map(|(cost, _)| *cost).collect();
-        pick(&costs, |at| candidates[at].1, temperature, rng)
+        let least = cheapest(&costs);
+        let fullness = |at: usize| candidates[at].1;
+        let mut equals = Vec::new();
+        least
+            .is_finite()
+            .then(|| pick(&costs, least, fullness, temperature, &mut equals, rng))
     }
 
     /// A cache of 100 blocks.
@@ -112,6 +139,30 @@ mod tests {
         let all = [(5.0, holds(0)), (4.0, holds(90)), (6.0, holds(0))];
         assert_eq!(choose(&all, 0.0, &mut rng), Some(1));
         assert_eq!(choose(&[], 0.0, &mut rng), None);
+    }
+
+    #[test]
+    fn who_is_no_candidate_is_never_chosen() {
+        let mut rng = Rng::with_seed(1);
+        let none = (f64::INFINITY, holds(0));
+        assert_eq!(choose(&[none, none], 0.0, &mut rng), None);
+        let all = [none, (4.0, holds(90)), none, (5.0, holds(90)), none];
+        assert_eq!(choose(&all, 0.0, &mut rng), Some(1));
+        for _ in 0..200 {
+            let chosen = choose(&all, 5.0, &mut rng).unwrap();
+            assert!(chosen == 1 || chosen == 3, "{chosen}");
+        }
+    }
+
+    #[test]
+    fn the_lowest_cost_is_found_at_every_place() {
+        for length in 1..40 {
+            for place in 0..length {
+                let mut costs = vec![7.0; length];
+                costs[place] = 3.0;
+                assert_eq!(cheapest(&costs).to_bits(), 3.0_f64.to_bits());
+            }
+        }
     }
 
     #[test]

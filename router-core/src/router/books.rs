@@ -1,13 +1,15 @@
 //! What time does: leases run out, silence becomes a verdict, approximate entries expire.
 
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use crate::ids::Slot;
 use crate::index::{PrefixIndex, Tier};
 use crate::prompt::PromptKind;
+use crate::sync::atomic::Ordering;
 use crate::trust::TrustState;
 
 use super::Router;
+use super::lease::Lease;
 use super::state::{Inner, Target};
 
 /// Calls closer together than this share one tick.
@@ -17,62 +19,52 @@ impl Router {
     /// Lets time pass: releases bookings whose lease ran out, drops expired entries, and moves trust states. Call it about
     /// four times a second; more often costs little.
     pub fn tick(&self, now: Instant) {
-        *self.inner.last_tick.lock() = Some(now);
-        let expired = self.inner.leases.lock().expired(now);
-        for id in expired {
-            if self.inner.release(id, None, now) {
-                self.inner
-                    .counts
-                    .expired_leases
-                    .fetch_add(1, std::sync::atomic::Ordering::Relaxed);
-            }
-        }
-        let workers = self.inner.workers.read();
-        let capacities: Vec<(Slot, Option<usize>)> = workers
-            .by_id
-            .values()
-            .flat_map(|worker| {
-                let capacity = worker.capacity_blocks();
-                worker
-                    .targets
-                    .iter()
-                    .map(move |target| (target.slot, capacity))
-            })
-            .collect();
-        for target in workers.targets() {
-            self.inner.tick_stream(target, now);
-        }
-        self.inner.refresh_prefills(now);
-        self.inner.token_placements.expire(now);
-        self.inner.text_placements.expire(now);
-        for (slot, capacity) in capacities {
-            // The bound of text placements follows the learned chunk size.
-            if capacity.is_some() {
-                self.inner.bound_placements(slot, capacity);
-            }
-        }
-        let ttl = self.inner.config.ttl();
-        self.inner
-            .booking
-            .lock()
-            .sessions
-            .retain(|_, (_, _, used)| now.saturating_duration_since(*used) <= ttl);
+        self.inner.clock.ticked(now);
+        self.inner.tick(now);
     }
 
     /// Ticks when the last tick is a while ago.
     pub(super) fn tick_if_due(&self, now: Instant) {
-        let due = self
-            .inner
-            .last_tick
-            .lock()
-            .is_none_or(|last| now.saturating_duration_since(last) >= TICK_EVERY);
-        if due {
-            self.tick(now);
+        if self.inner.clock.is_due(now, TICK_EVERY) {
+            self.inner.tick(now);
         }
     }
 }
 
 impl Inner {
+    fn tick(&self, now: Instant) {
+        self.release_expired(now);
+        let workers = self.workers.read();
+        for target in workers.targets() {
+            self.tick_stream(target, now);
+        }
+        self.refresh_prefills(now);
+        self.token_placements.expire(now);
+        self.text_placements.expire(now);
+        for worker in workers.by_id.values() {
+            let capacity = worker.capacity_blocks();
+            // The bound of text placements follows the learned chunk size.
+            if capacity.is_some() {
+                for target in &worker.targets {
+                    self.bound_placements(target.slot, capacity);
+                }
+            }
+        }
+        self.sessions.forget(now, self.config.ttl());
+    }
+
+    fn release_expired(&self, now: Instant) {
+        let is_expired = |lease: &Lease| !lease.held && lease.deadline <= now;
+        let expired = self
+            .leases
+            .collect(|id, lease| is_expired(lease).then_some(id));
+        for id in expired {
+            if self.release(id, None, now) {
+                self.counts.expired_leases.fetch_add(1, Ordering::Relaxed);
+            }
+        }
+    }
+
     fn tick_stream(&self, target: &Target, now: Instant) {
         let mut stream = target.stream.lock();
         if self.with_trust(target, &mut stream, now, |trust, limits| {
@@ -97,26 +89,18 @@ impl Inner {
     /// Keeps believing that prompts in prefill are where they were sent: the engine announces a block when it is computed,
     /// which for a long or queued prompt is long after the prediction TTL.
     fn refresh_prefills(&self, now: Instant) {
-        let leases = self.leases.lock();
-        let pending: Vec<_> = leases
-            .in_prefill()
-            .filter(|lease| lease.kind == PromptKind::Tokens)
-            .map(|lease| {
-                (
-                    std::sync::Arc::clone(&lease.target),
-                    std::sync::Arc::clone(lease.booked.sequence()),
-                )
-            })
-            .collect();
-        drop(leases);
-        for (target, sequence) in pending {
+        let pending = self.leases.collect(|_, lease| {
+            let is_pending = lease.in_prefill && lease.kind == PromptKind::Tokens;
+            is_pending.then(|| (Arc::clone(&lease.target), Arc::clone(lease.booked.prompt())))
+        });
+        for (target, prompt) in pending {
             let stream = target.stream.lock();
             if stream.removed {
                 continue;
             }
             if let Some(ttl) = self.placement_ttl(PromptKind::Tokens, stream.trust.state()) {
                 self.token_placements
-                    .record(target.slot, &sequence, now + ttl, now);
+                    .record(target.slot, &prompt, now + ttl, now);
             }
         }
     }

@@ -2,20 +2,21 @@
 
 use std::fmt;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use hashbrown::HashMap;
 
 use crate::ids::{LeaseId, WorkerRank};
 use crate::index::Placement;
-use crate::load::active::BookedRequest;
+use crate::load::active::Booked;
 use crate::prompt::PromptKind;
+use crate::sync::atomic::Ordering;
+use crate::sync::{Mutex, Shards};
 use crate::trust::audit::Observation;
 
-use super::Router;
 use super::request::Decision;
 use super::state::{Inner, Target};
+use super::{Handle, Router};
 
 /// How a request ended.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -82,14 +83,14 @@ impl Outcome {
 ///
 /// While the guard lives the booking does not expire, however long the stream is silent.
 pub struct RequestGuard {
-    router: Router,
+    router: Arc<Handle>,
     id: LeaseId,
     decision: Arc<Decision>,
     armed: bool,
 }
 
 impl RequestGuard {
-    pub(super) const fn new(router: Router, id: LeaseId, decision: Arc<Decision>) -> Self {
+    pub(super) const fn new(router: Arc<Handle>, id: LeaseId, decision: Arc<Decision>) -> Self {
         Self {
             router,
             id,
@@ -130,28 +131,28 @@ impl RequestGuard {
 
     /// Says that the first token came: the prompt no longer waits for prefill.
     pub fn prefill_done(&self, now: Instant) {
-        self.router.prefill_done(self.id, now);
+        self.router.inner.prefill_done(self.id, now);
     }
 
     /// Says how many tokens were produced so far.
     pub fn output_tokens(&self, total: u32, now: Instant) {
-        self.router.output_tokens(self.id, total, now);
+        self.router.inner.output_tokens(self.id, total, now);
     }
 
     /// Releases the booking and learns from how it ended.
     pub fn release(mut self, outcome: &Outcome, now: Instant) {
         self.armed = false;
-        self.router.finish(self.id, outcome, now);
+        self.router.inner.release(self.id, Some(outcome), now);
     }
 
     /// Leaves the booking to [`Router::finish`] or its lease deadline, counted from `now`.
     #[must_use]
     pub fn detach(mut self, now: Instant) -> LeaseId {
         self.armed = false;
-        if let Some(lease) = self.router.inner.leases.lock().get_mut(self.id) {
+        self.router.inner.leases.with(self.id, |lease| {
             lease.held = false;
             lease.deadline = now + lease.ttl;
-        }
+        });
         self.id
     }
 }
@@ -177,12 +178,14 @@ impl fmt::Debug for RequestGuard {
 #[derive(Debug)]
 pub(super) struct Lease {
     pub(super) target: Arc<Target>,
-    pub(super) booked: BookedRequest,
+    pub(super) booked: Booked,
     pub(super) kind: PromptKind,
     pub(super) prompt_tokens: usize,
     pub(super) request_blocks: u32,
     /// Output that is booked from the start.
     pub(super) expected_output_tokens: u32,
+    /// Blocks of output beyond that.
+    pub(super) output_blocks: usize,
     pub(super) predicted_tokens: u32,
     pub(super) confirmed_tokens: u32,
     pub(super) ttl: Duration,
@@ -191,52 +194,74 @@ pub(super) struct Lease {
     pub(super) held: bool,
     pub(super) in_prefill: bool,
     pub(super) placement: Option<Placement>,
-    pub(super) request_id: Option<String>,
+    pub(super) request_id: Option<Arc<str>>,
 }
 
-/// Every booking by id, and by the caller's name of the request.
+/// Every booking by id, and by the caller's name of the request; in shards, so that bookings do not wait for each other.
+///
+/// A lease is locked before its target's load, never the other way round.
 #[derive(Debug, Default)]
 pub(super) struct Leases {
-    by_id: HashMap<LeaseId, Lease>,
-    by_request: HashMap<String, LeaseId>,
+    by_id: Shards<Mutex<HashMap<LeaseId, Lease>>>,
+    by_request: Shards<Mutex<HashMap<Arc<str>, LeaseId>>>,
 }
 
 impl Leases {
     pub(super) fn len(&self) -> usize {
-        self.by_id.len()
+        self.by_id.iter().map(|shard| shard.lock().len()).sum()
     }
 
-    pub(super) fn insert(&mut self, id: LeaseId, lease: Lease) {
-        if let Some(request) = &lease.request_id {
-            self.by_request.insert(request.clone(), id);
+    pub(super) fn insert(&self, id: LeaseId, lease: Lease) {
+        self.shard(id).lock().insert(id, lease);
+    }
+
+    /// Names a live booking. Returns the booking that had the name; `or_keep` leaves the name with that one.
+    pub(super) fn name(&self, request: &Arc<str>, id: LeaseId, or_keep: bool) -> Option<LeaseId> {
+        let mut names = self.names(request).lock();
+        let earlier = names.get(request).copied();
+        if earlier.is_none() || !or_keep {
+            names.insert(Arc::clone(request), id);
         }
-        self.by_id.insert(id, lease);
+        earlier
     }
 
-    pub(super) fn get_mut(&mut self, id: LeaseId) -> Option<&mut Lease> {
-        self.by_id.get_mut(&id)
+    pub(super) fn of_request(&self, request: &str) -> Option<LeaseId> {
+        self.names(request).lock().get(request).copied()
     }
 
-    pub(super) fn take(&mut self, id: LeaseId) -> Option<Lease> {
-        let lease = self.by_id.remove(&id)?;
-        if let Some(request) = &lease.request_id
-            && self.by_request.get(request) == Some(&id)
-        {
-            self.by_request.remove(request);
+    /// Runs `act` on a live booking.
+    pub(super) fn with<T>(&self, id: LeaseId, act: impl FnOnce(&mut Lease) -> T) -> Option<T> {
+        self.shard(id).lock().get_mut(&id).map(act)
+    }
+
+    pub(super) fn take(&self, id: LeaseId) -> Option<Lease> {
+        let lease = self.shard(id).lock().remove(&id)?;
+        if let Some(request) = &lease.request_id {
+            let mut names = self.names(request).lock();
+            if names.get(request) == Some(&id) {
+                names.remove(request);
+            }
         }
         Some(lease)
     }
 
-    pub(super) fn expired(&self, now: Instant) -> Vec<LeaseId> {
-        self.by_id
-            .iter()
-            .filter(|(_, lease)| !lease.held && lease.deadline <= now)
-            .map(|(id, _)| *id)
-            .collect()
+    /// Collects what `of` returns of live bookings.
+    pub(super) fn collect<T>(&self, of: impl Fn(LeaseId, &Lease) -> Option<T>) -> Vec<T> {
+        let mut found = Vec::new();
+        for shard in self.by_id.iter() {
+            let shard = shard.lock();
+            found.extend(shard.iter().filter_map(|(id, lease)| of(*id, lease)));
+        }
+        found
     }
 
-    pub(super) fn in_prefill(&self) -> impl Iterator<Item = &Lease> {
-        self.by_id.values().filter(|lease| lease.in_prefill)
+    fn shard(&self, id: LeaseId) -> &Mutex<HashMap<LeaseId, Lease>> {
+        self.by_id.of(id.0)
+    }
+
+    fn names(&self, request: &str) -> &Mutex<HashMap<Arc<str>, LeaseId>> {
+        self.by_request
+            .of(xxhash_rust::xxh3::xxh3_64(request.as_bytes()))
     }
 }
 
@@ -249,54 +274,57 @@ impl Router {
     /// Returns the live booking of a request id.
     #[must_use]
     pub fn lease_of(&self, request_id: &str) -> Option<LeaseId> {
-        self.inner.lease_of(Some(request_id))
+        self.inner.leases.of_request(request_id)
     }
 
     /// Says that the first token of a booking came. False when it is not known.
     pub fn prefill_done(&self, id: LeaseId, now: Instant) -> bool {
-        let mut leases = self.inner.leases.lock();
-        let Some(lease) = leases.get_mut(id) else {
-            return false;
-        };
-        lease.deadline = now + lease.ttl;
-        if !std::mem::take(&mut lease.in_prefill) {
-            return true;
-        }
-        let target = Arc::clone(&lease.target);
-        drop(leases);
-        target.load.lock().booked.prefill_done(id);
-        true
+        self.inner.prefill_done(id, now)
     }
 
     /// Says how many tokens a booking has produced so far; also extends its lease. False when it is not known.
     pub fn output_tokens(&self, id: LeaseId, total: u32, now: Instant) -> bool {
-        let block = self.inner.config.block_size.tokens();
-        let mut leases = self.inner.leases.lock();
-        let Some(lease) = leases.get_mut(id) else {
-            return false;
-        };
-        lease.deadline = now + lease.ttl;
-        let target = Arc::clone(&lease.target);
-        // The first block of output is booked from the start, and so is what was expected.
-        let expected = lease.expected_output_tokens as usize / block;
-        let beyond = (total as usize / block).saturating_sub(expected);
-        drop(leases);
-        target.load.lock().booked.set_output_blocks(id, beyond);
-        true
+        self.inner.output_tokens(id, total, now)
     }
 }
 
 impl Inner {
-    pub(super) fn lease_of(&self, request_id: Option<&str>) -> Option<LeaseId> {
-        self.leases.lock().by_request.get(request_id?).copied()
+    fn prefill_done(&self, id: LeaseId, now: Instant) -> bool {
+        let done = self.leases.with(id, |lease| {
+            lease.deadline = now + lease.ttl;
+            if std::mem::take(&mut lease.in_prefill) {
+                let Lease { target, booked, .. } = lease;
+                self.with_load(target, |load| {
+                    load.prefill_done(self.active.prefill_done(booked));
+                });
+            }
+        });
+        done.is_some()
+    }
+
+    fn output_tokens(&self, id: LeaseId, total: u32, now: Instant) -> bool {
+        let block = self.config.block_size.tokens();
+        let done = self.leases.with(id, |lease| {
+            lease.deadline = now + lease.ttl;
+            // The first block of output is booked from the start, and so is what was expected.
+            let expected = lease.expected_output_tokens as usize / block;
+            let beyond = (total as usize / block).saturating_sub(expected);
+            let before = std::mem::replace(&mut lease.output_blocks, beyond);
+            if before != beyond {
+                self.with_load(&lease.target, |load| {
+                    load.set_output_blocks(before, beyond);
+                });
+            }
+        });
+        done.is_some()
     }
 
     /// Releases a booking. Without an outcome it was superseded or ran out, which says nothing about the worker.
     pub(super) fn release(&self, id: LeaseId, outcome: Option<&Outcome>, now: Instant) -> bool {
-        let Some(lease) = self.leases.lock().take(id) else {
+        let Some(lease) = self.leases.take(id) else {
             return false;
         };
-        lease.target.load.lock().release(id, Some(now));
+        self.take_off(&lease, Some(now));
         if let Some(outcome) = outcome {
             self.learn(lease, outcome, now);
         }
@@ -305,8 +333,19 @@ impl Inner {
 
     /// Releases a booking whose guard was dropped: the client left, or the caller failed.
     fn drop_lease(&self, id: LeaseId) {
-        if let Some(lease) = self.leases.lock().take(id) {
-            lease.target.load.lock().release(id, None);
+        if let Some(lease) = self.leases.take(id) {
+            self.take_off(&lease, None);
+        }
+    }
+
+    /// Takes a booking off its target's load.
+    fn take_off(&self, lease: &Lease, now: Option<Instant>) {
+        let is_vacated = self.with_load(&lease.target, |load| {
+            let blocks = self.active.release(&lease.booked) + lease.output_blocks;
+            load.release(blocks, lease.booked.prefill_blocks, now)
+        });
+        if is_vacated {
+            self.free_slot(lease.target.slot);
         }
     }
 

@@ -1,16 +1,26 @@
 //! The router: workers, their caches as far as known, their load, and the decision.
 //!
+//! # A decision takes no lock that all decisions take
+//! What a decision reads of every target lies in dense rows of atomics; the workers, under a read lock of the thread's own
+//! stripe. What it writes is the chosen target's load, its prompt's trees of active and of placed blocks, and its place in the
+//! history; each of these has a lock of its own, held for that step alone. So decisions that run at the same time may price the same loads, and
+//! those that follow each other see all bookings before them.
+//!
 //! # Locks, in the order in which they may be taken
-//! `workers` (read for every call, written when a worker joins or leaves) → `booking` (one short critical section per
-//! decision: cost, choice and booking, so that each pick is visible to the next) → a target's `stream` (ingest, trust) →
-//! a target's `load` → `leases`. Hashing and index lookups happen before `booking` is taken.
+//! `registry` (workers join and leave) → `workers` (a stripe for reading, all of them for changing) → a target's `stream`
+//! (ingest, trust) → a lease → a target's load → trees. Free slots are put back without any other lock.
 
 mod books;
+mod clock;
+mod history;
 mod ingest;
 mod lease;
 mod request;
+mod scratch;
 mod select;
+mod sessions;
 mod state;
+mod table;
 mod workers;
 
 #[cfg(test)]
@@ -20,7 +30,6 @@ pub use lease::{Outcome, RequestGuard};
 pub use request::{Candidate, Decision, DecisionRecord, SelectRequest};
 
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use serde::Serialize;
@@ -29,12 +38,15 @@ use crate::block::SaltContext;
 use crate::config::RouterConfig;
 use crate::error::{Error, ErrorKind, Result};
 use crate::event::SkipCounts;
-use crate::ids::{Slot, WorkerRank};
-use crate::index::{IndexStats, Overlap, Overlaps, PrefixIndex, TtlStats};
-use crate::prompt::{Prompt, PromptKind};
+use crate::ids::WorkerRank;
+use crate::index::{IndexStats, Overlap, PrefixIndex, TtlStats};
+use crate::prompt::Prompt;
+use crate::sync::atomic::Ordering;
+use crate::sync::{STRIPES, stripe};
 use crate::trust::TrustChange;
 use crate::worker::TrustInfo;
 
+use scratch::with_scratch;
 use state::Inner;
 
 /// Decides which worker serves a request. `Send + Sync`; share it behind an `Arc` or clone it (clones are one router).
@@ -69,6 +81,15 @@ use state::Inner;
 #[derive(Clone, Debug)]
 pub struct Router {
     inner: Arc<Inner>,
+    handles: Arc<[Arc<Handle>]>,
+}
+
+/// What a guard keeps of its router. Each stripe has its own, so that decisions on different threads do not count references
+/// on one cache line.
+#[derive(Debug)]
+#[repr(align(128))]
+struct Handle {
+    inner: Arc<Inner>,
 }
 
 /// Size and history of a router.
@@ -101,9 +122,20 @@ impl Router {
     /// As [`RouterConfig::validate`].
     pub fn new(config: RouterConfig) -> Result<Self> {
         config.validate()?;
+        let inner = Arc::new(Inner::new(config));
+        let handle = || {
+            Arc::new(Handle {
+                inner: Arc::clone(&inner),
+            })
+        };
         Ok(Self {
-            inner: Arc::new(Inner::new(config)),
+            handles: (0..STRIPES).map(|_| handle()).collect(),
+            inner,
         })
+    }
+
+    fn handle(&self) -> Arc<Handle> {
+        Arc::clone(&self.handles[stripe()])
     }
 
     /// Returns the configuration.
@@ -153,13 +185,15 @@ impl Router {
     #[must_use]
     pub fn overlap(&self, prompt: &Prompt, now: Instant) -> Vec<(WorkerRank, Overlap)> {
         let workers = self.inner.workers.read();
-        let known = self.inner.look_up(prompt, now);
-        workers
-            .targets()
-            .map(|target| (target, known.merged(target.slot)))
-            .filter(|(_, overlap)| overlap.blocks() > 0)
-            .map(|(target, overlap)| (target.id.clone(), overlap))
-            .collect()
+        with_scratch(|scratch| {
+            self.inner.look_up_blocks(prompt, now, scratch);
+            workers
+                .targets()
+                .map(|target| (target, scratch.merged(target.slot)))
+                .filter(|(_, overlap)| overlap.blocks() > 0)
+                .map(|(target, overlap)| (target.id.clone(), overlap))
+                .collect()
+        })
     }
 
     /// Returns how far the events of one rank are believed.
@@ -188,8 +222,7 @@ impl Router {
     /// Returns the last decisions, newest first, at most `limit` (256 are kept).
     #[must_use]
     pub fn decisions(&self, limit: usize) -> Vec<DecisionRecord> {
-        let history = self.inner.history.lock();
-        history.iter().rev().take(limit).cloned().collect()
+        self.inner.history.latest(limit)
     }
 
     /// Returns sizes and counts.
@@ -208,8 +241,8 @@ impl Router {
             token_placements: self.inner.token_placements.stats(),
             text_placements: self.inner.text_placements.stats(),
             workers: workers.by_id.len(),
-            active_leases: self.inner.leases.lock().len(),
-            decisions: counts.decisions.load(Ordering::Relaxed),
+            active_leases: self.inner.leases.len(),
+            decisions: counts.next.load(Ordering::Relaxed) - 1,
             no_worker: counts.no_worker.load(Ordering::Relaxed),
             expired_leases: counts.expired_leases.load(Ordering::Relaxed),
             skipped,
@@ -237,37 +270,5 @@ impl Inner {
             return Err(Error::new(ErrorKind::Closed, "the router is closed"));
         }
         Ok(())
-    }
-
-    /// Looks a prompt up in everything that is known about caches.
-    fn look_up(&self, prompt: &Prompt, now: Instant) -> Known {
-        let mut known = Known::default();
-        if prompt.kind() == PromptKind::Tokens {
-            self.index.overlap(prompt.local(), &mut known.confirmed);
-        }
-        self.placements(prompt.kind())
-            .overlap(prompt.local(), now, &mut known.placed);
-        known
-    }
-}
-
-/// What is known of one prompt on every slot.
-#[derive(Debug, Default)]
-struct Known {
-    confirmed: Overlaps,
-    placed: Vec<u32>,
-}
-
-impl Known {
-    /// Blocks of own placements beyond the confirmed ones.
-    fn predicted(&self, slot: Slot) -> u32 {
-        let placed = self.placed.get(slot.index()).copied().unwrap_or(0);
-        placed.saturating_sub(self.confirmed.get(slot).blocks())
-    }
-
-    fn merged(&self, slot: Slot) -> Overlap {
-        let mut overlap = self.confirmed.get(slot);
-        overlap.device += self.predicted(slot);
-        overlap
     }
 }

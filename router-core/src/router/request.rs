@@ -3,14 +3,19 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use serde::Serialize;
+use serde::ser::SerializeStruct;
+use serde::{Serialize, Serializer};
 
 use crate::config::Overrides;
-use crate::ids::{LeaseId, Role, WorkerId, WorkerRank};
+use crate::ids::{LeaseId, Role, Slot, WorkerId, WorkerRank};
 use crate::index::Overlap;
+use crate::load::row::flag;
 use crate::policy::CostBreakdown;
+use crate::policy::price::{Ask, Columns};
 use crate::prompt::Prompt;
 use crate::trust::TrustState;
+
+use super::table::Names;
 
 /// A request to place; everything but the prompt has a default.
 #[derive(Clone, Debug)]
@@ -78,7 +83,9 @@ pub struct Candidate {
 }
 
 /// A decision with everything that it was made from.
-#[derive(Clone, Debug, Serialize)]
+///
+/// It keeps 36 bytes a slot of what it saw, and spells that out when it is asked for.
+#[derive(Clone, Debug)]
 pub struct Decision {
     /// The chosen target.
     pub target: WorkerRank,
@@ -93,8 +100,36 @@ pub struct Decision {
     pub request_blocks: u32,
     /// How far the target's events are believed.
     pub trust: TrustState,
-    /// Every eligible target, by worker id and rank; the chosen one among them.
-    pub candidates: Vec<Candidate>,
+    /// The cost of the chosen target with its terms.
+    pub cost: CostBreakdown,
+    pub(super) seen: Seen,
+}
+
+/// What a decision saw.
+#[derive(Clone, Debug)]
+pub(super) struct Seen {
+    pub(super) ask: Ask,
+    pub(super) columns: Columns,
+    pub(super) names: Arc<Names>,
+}
+
+impl Seen {
+    pub(super) fn candidates(&self) -> impl Iterator<Item = Candidate> {
+        let slots = self.columns.candidates(&self.ask);
+        slots.filter_map(|slot| self.candidate(slot))
+    }
+
+    fn candidate(&self, slot: Slot) -> Option<Candidate> {
+        let quote = self.columns.quote(slot, &self.ask)?;
+        Some(Candidate {
+            target: self.names.of(slot)?.clone(),
+            overlap: quote.overlap,
+            predicted_blocks: quote.predicted_blocks,
+            fidelity: quote.fidelity,
+            trust: flag::trust(quote.flags),
+            cost: quote.cost,
+        })
+    }
 }
 
 impl Decision {
@@ -102,6 +137,38 @@ impl Decision {
     #[must_use]
     pub const fn overlap_blocks(&self) -> u32 {
         self.overlap.blocks() + self.predicted_blocks
+    }
+
+    /// Returns every eligible target with every cost term, by worker id and rank; the chosen one among them.
+    #[must_use]
+    pub fn candidates(&self) -> Vec<Candidate> {
+        let mut candidates: Vec<Candidate> = self.seen.candidates().collect();
+        candidates.sort_by(|a, b| a.target.cmp(&b.target));
+        candidates
+    }
+
+    /// Counts the eligible targets.
+    #[must_use]
+    pub fn eligible_targets(&self) -> usize {
+        self.seen.columns.candidates(&self.seen.ask).count()
+    }
+
+    pub(super) fn into_columns(self) -> Columns {
+        self.seen.columns
+    }
+}
+
+impl Serialize for Decision {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        let mut fields = serializer.serialize_struct("Decision", 7)?;
+        fields.serialize_field("target", &self.target)?;
+        fields.serialize_field("overlap", &self.overlap)?;
+        fields.serialize_field("predicted_blocks", &self.predicted_blocks)?;
+        fields.serialize_field("predicted_cached_tokens", &self.predicted_cached_tokens)?;
+        fields.serialize_field("request_blocks", &self.request_blocks)?;
+        fields.serialize_field("trust", &self.trust)?;
+        fields.serialize_field("candidates", &self.candidates())?;
+        fields.end()
     }
 }
 
@@ -111,7 +178,7 @@ pub struct DecisionRecord {
     /// The booking.
     pub lease: LeaseId,
     /// The caller's name of the request.
-    pub request_id: Option<String>,
+    pub request_id: Option<Arc<str>>,
     /// The decision.
     #[serde(flatten)]
     pub decision: Arc<Decision>,

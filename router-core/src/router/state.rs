@@ -1,28 +1,29 @@
 //! What a router holds.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::VecDeque;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, AtomicUsize, Ordering};
 use std::time::Instant;
 
-use fastrand::Rng;
-use hashbrown::HashMap;
-
 use crate::config::{IndexMode, RouterConfig};
-use crate::error::{Error, Result};
 use crate::event::SkipCounts;
 use crate::event::gap::SequenceTracker;
-use crate::ids::{Slot, WorkerId, WorkerRank};
+use crate::ids::{Slot, WorkerRank};
 use crate::index::{OrphanLimits, PrefixIndex, RadixIndex, Tier, TtlIndex};
 use crate::load::TargetLoad;
+use crate::load::active::ActiveIndex;
+use crate::load::row::{Row, flag};
 use crate::prompt::PromptKind;
-use crate::sync::{Mutex, RwLock};
+use crate::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use crate::sync::{Dense, Mutex, Striped};
 use crate::text::TOKENS_PER_CHUNK;
-use crate::trust::{Trust, TrustChange, TrustLimits, TrustState};
+use crate::trust::{Trust, TrustChange, TrustLimits};
 use crate::worker::WorkerSpec;
 
+use super::clock::Clock;
+use super::history::History;
 use super::lease::Leases;
-use super::request::DecisionRecord;
+use super::sessions::Sessions;
+use super::table::{Registry, View};
 
 /// Trust changes kept until somebody asks.
 const CHANGES_KEPT: usize = 1_024;
@@ -33,41 +34,30 @@ pub(super) struct Inner {
     pub(super) index: RadixIndex,
     pub(super) token_placements: TtlIndex,
     pub(super) text_placements: TtlIndex,
-    pub(super) workers: RwLock<Workers>,
-    pub(super) booking: Mutex<Booking>,
-    pub(super) leases: Mutex<Leases>,
-    pub(super) history: Mutex<VecDeque<DecisionRecord>>,
+    /// What decisions read of each slot.
+    pub(super) rows: Dense<Row>,
+    pub(super) active: ActiveIndex,
+    pub(super) workers: Striped<View>,
+    pub(super) registry: Mutex<Registry>,
+    pub(super) leases: Leases,
+    pub(super) sessions: Sessions,
+    pub(super) history: History,
     pub(super) changes: Mutex<VecDeque<TrustChange>>,
     pub(super) counts: Counts,
     pub(super) closed: AtomicBool,
-    pub(super) last_tick: Mutex<Option<Instant>>,
+    pub(super) clock: Clock,
+    /// Seed of tie-breaking and sampling; each decision draws from it with its own number.
+    pub(super) seed: u64,
     /// Tokens per text chunk as engines report them, in thousandths.
     pub(super) chunk_millitokens: AtomicU64,
 }
 
-/// What the critical section of a decision owns.
 #[derive(Debug)]
-pub(super) struct Booking {
-    pub(super) rng: Rng,
-    /// Last target of each session and when it was used, by hash of the session's name.
-    pub(super) sessions: HashMap<u64, (Slot, u64, Instant)>,
-    pub(super) next_lease: u64,
-}
-
-#[derive(Debug, Default)]
 pub(super) struct Counts {
-    pub(super) decisions: AtomicU64,
+    /// The number of the next decision: the one thing that all of them write.
+    pub(super) next: AtomicU64,
     pub(super) no_worker: AtomicU64,
     pub(super) expired_leases: AtomicU64,
-}
-
-/// Registered workers and the slots of their ranks.
-#[derive(Debug, Default)]
-pub(super) struct Workers {
-    pub(super) by_id: BTreeMap<WorkerId, Arc<Worker>>,
-    pub(super) free_slots: Vec<Slot>,
-    pub(super) slots: u32,
-    pub(super) lives: u64,
 }
 
 /// One life of one worker.
@@ -87,16 +77,13 @@ pub(super) struct Target {
     pub(super) id: WorkerRank,
     pub(super) slot: Slot,
     pub(super) life: u64,
-    pub(super) load: Mutex<TargetLoad>,
+    load: Mutex<TargetLoad>,
     pub(super) stream: Mutex<Stream>,
-    /// What decisions read of the stream, so that they never wait behind a batch of events.
-    pub(super) belief: Belief,
 }
 
 impl Target {
     pub(super) fn new(id: WorkerRank, slot: Slot, life: u64, trust: Trust) -> Self {
         Self {
-            belief: Belief::new(&trust),
             id,
             slot,
             life,
@@ -111,49 +98,6 @@ impl Target {
                 removed: false,
             }),
         }
-    }
-}
-
-/// A target's trust state, fidelity and confirmed device blocks, readable without a lock. A racing reader may see them
-/// from different moments.
-#[derive(Debug)]
-pub(super) struct Belief {
-    state: AtomicU8,
-    fidelity_bits: AtomicU64,
-    resident_blocks: AtomicUsize,
-}
-
-impl Belief {
-    pub(super) fn new(trust: &Trust) -> Self {
-        let belief = Self {
-            state: AtomicU8::new(0),
-            fidelity_bits: AtomicU64::new(0),
-            resident_blocks: AtomicUsize::new(0),
-        };
-        belief.set(trust);
-        belief
-    }
-
-    fn set(&self, trust: &Trust) {
-        self.state.store(trust.state() as u8, Ordering::Relaxed);
-        self.fidelity_bits
-            .store(trust.fidelity().to_bits(), Ordering::Relaxed);
-    }
-
-    pub(super) fn state(&self) -> TrustState {
-        let state = self.state.load(Ordering::Relaxed);
-        TrustState::ALL
-            .get(state as usize)
-            .copied()
-            .unwrap_or(TrustState::Unproven)
-    }
-
-    pub(super) fn resident_blocks(&self) -> usize {
-        self.resident_blocks.load(Ordering::Relaxed)
-    }
-
-    pub(super) fn fidelity(&self) -> f64 {
-        f64::from_bits(self.fidelity_bits.load(Ordering::Relaxed))
     }
 }
 
@@ -172,7 +116,6 @@ pub(super) struct Stream {
 
 impl Inner {
     pub(super) fn new(config: RouterConfig) -> Self {
-        let rng = config.seed.map_or_else(Rng::new, Rng::with_seed);
         Self {
             index: RadixIndex::new(OrphanLimits {
                 max_keys: config.max_orphan_blocks,
@@ -180,21 +123,49 @@ impl Inner {
             }),
             token_placements: TtlIndex::new(),
             text_placements: TtlIndex::new(),
-            workers: RwLock::default(),
-            booking: Mutex::new(Booking {
-                rng,
-                sessions: HashMap::new(),
-                next_lease: 1,
-            }),
-            leases: Mutex::default(),
-            history: Mutex::default(),
+            rows: Dense::new(),
+            active: ActiveIndex::default(),
+            workers: Striped::new(View::default),
+            registry: Mutex::default(),
+            leases: Leases::default(),
+            sessions: Sessions::default(),
+            history: History::default(),
             changes: Mutex::default(),
-            counts: Counts::default(),
+            counts: Counts {
+                next: AtomicU64::new(1),
+                no_worker: AtomicU64::new(0),
+                expired_leases: AtomicU64::new(0),
+            },
             closed: AtomicBool::new(false),
-            last_tick: Mutex::new(None),
+            clock: Clock::default(),
+            seed: config.seed.unwrap_or_else(|| fastrand::u64(..)),
             chunk_millitokens: AtomicU64::new(TOKENS_PER_CHUNK as u64 * 1_000),
             config,
         }
+    }
+
+    /// Returns what decisions read of a registered slot.
+    pub(super) fn row(&self, slot: Slot) -> &Row {
+        self.rows
+            .at(slot.index())
+            .expect("slots are given out below the bound of dense arrays")
+    }
+
+    /// Changes the load of a target, and shows it to decisions.
+    pub(super) fn with_load<T>(
+        &self,
+        target: &Target,
+        change: impl FnOnce(&mut TargetLoad) -> T,
+    ) -> T {
+        let mut load = target.load.lock();
+        let result = change(&mut load);
+        load.publish(self.row(target.slot));
+        result
+    }
+
+    /// Puts a slot back when nothing of its last life is left.
+    pub(super) fn free_slot(&self, slot: Slot) {
+        self.registry.lock().free_slots.push(slot);
     }
 
     pub(super) const fn placements(&self, kind: PromptKind) -> &TtlIndex {
@@ -235,7 +206,8 @@ impl Inner {
         let from = stream.trust.state();
         let result = change(&mut stream.trust, &self.limits());
         let to = stream.trust.state();
-        target.belief.set(&stream.trust);
+        self.row(target.slot)
+            .set_belief(to, stream.trust.fidelity());
         if from != to {
             let mut changes = self.changes.lock();
             if changes.len() == CHANGES_KEPT {
@@ -255,10 +227,7 @@ impl Inner {
     /// Takes note of what the index holds of a target after a change.
     pub(super) fn note_resident(&self, target: &Target) {
         let held = self.index.slot_blocks(target.slot);
-        target
-            .belief
-            .resident_blocks
-            .store(held.device, Ordering::Relaxed);
+        self.row(target.slot).set_resident_blocks(held.device);
     }
 
     /// Drops everything that is known or believed of a target.
@@ -286,27 +255,12 @@ impl Inner {
     }
 }
 
-impl Workers {
-    pub(super) fn worker(&self, id: &str) -> Result<&Arc<Worker>> {
-        self.by_id.get(id).ok_or_else(|| Error::unknown_worker(id))
-    }
-
-    pub(super) fn target(&self, id: &str, dp_rank: u32) -> Result<&Arc<Target>> {
-        let worker = self.worker(id)?;
-        worker.targets.get(dp_rank as usize).ok_or_else(|| {
-            Error::invalid(format!(
-                "dp_rank {dp_rank} of worker {id:?} is out of range: 0 to {} are accepted",
-                worker.targets.len() - 1
-            ))
-        })
-    }
-
-    pub(super) fn targets(&self) -> impl Iterator<Item = &Arc<Target>> {
-        self.by_id.values().flat_map(|worker| worker.targets.iter())
-    }
-}
-
 impl Worker {
+    /// The flags that a decision looks at, without trust and rank.
+    pub(super) fn flags(&self) -> u32 {
+        flag::PRESENT | flag::of_role(self.spec.role)
+    }
+
     pub(super) fn capacity_blocks(&self) -> Option<usize> {
         match self.capacity.load(Ordering::Relaxed) {
             0 => None,

@@ -1,13 +1,14 @@
 //! Workers join, leave, drain, and are listed.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Instant;
 
 use crate::error::{Error, Result};
-use crate::ids::{Slot, WorkerRank};
+use crate::ids::WorkerRank;
 use crate::index::{PrefixIndex, TierBlocks};
-use crate::load::LoadReport;
+use crate::load::row::flag;
+use crate::load::{LoadReport, TargetLoad};
+use crate::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use crate::worker::{RankTrust, WorkerInfo, WorkerSpec};
 
 use super::Router;
@@ -22,46 +23,53 @@ impl Router {
     pub fn add_worker(&self, spec: WorkerSpec, now: Instant) -> Result<()> {
         spec.validate()?;
         self.inner.check_open()?;
-        let mut workers = self.inner.workers.write();
+        let mut registry = self.inner.registry.lock();
+        let workers = registry.workers();
         if workers.by_id.contains_key(spec.id.as_str()) {
             return Err(Error::invalid(format!(
                 "worker {:?} is registered already; remove it first",
                 spec.id
             )));
         }
-        if workers.slots as usize - workers.free_slots.len() + spec.dp_ranks as usize > MAX_TARGETS
-        {
+        // A removed worker's slot counts until its last booking is released.
+        let in_use = registry.slots as usize - registry.free_slots.len();
+        if in_use + spec.dp_ranks as usize > MAX_TARGETS {
             return Err(Error::invalid(format!(
                 "worker {:?} would be one too many: {MAX_TARGETS} ranks are accepted in all",
                 spec.id
             )));
         }
-        workers.lives += 1;
-        let life = workers.lives;
-        let targets = (0..spec.dp_ranks)
-            .map(|dp_rank| {
-                let slot = workers.free_slots.pop().unwrap_or_else(|| {
-                    workers.slots += 1;
-                    Slot(workers.slots - 1)
-                });
-                self.inner.bound_placements(slot, spec.kv_capacity_blocks);
-                let id = WorkerRank {
-                    worker: spec.id.clone(),
-                    dp_rank,
-                };
-                Arc::new(Target::new(id, slot, life, self.inner.new_trust(now)))
-            })
-            .collect();
-        let (id, block_size) = (spec.id.clone(), spec.block_size);
-        let worker = Worker {
+        registry.lives += 1;
+        let life = registry.lives;
+        let mut worker = Worker {
             draining: AtomicBool::new(false),
             available: AtomicBool::new(true),
             capacity: AtomicUsize::new(spec.kv_capacity_blocks.unwrap_or(0)),
-            targets,
+            targets: Vec::with_capacity(spec.dp_ranks as usize),
             spec,
         };
-        workers.by_id.insert(id.clone(), Arc::new(worker));
-        drop(workers);
+        let spec = &worker.spec;
+        for dp_rank in 0..spec.dp_ranks {
+            let slot = registry.take_slot();
+            self.inner.bound_placements(slot, spec.kv_capacity_blocks);
+            let id = WorkerRank {
+                worker: spec.id.clone(),
+                dp_rank,
+            };
+            let trust = self.inner.new_trust(now);
+            let row = self.inner.row(slot);
+            row.begin(worker.flags() | flag::of_rank(dp_rank));
+            row.set_belief(trust.state(), trust.fidelity());
+            row.set_capacity_blocks(spec.kv_capacity_blocks);
+            worker
+                .targets
+                .push(Arc::new(Target::new(id, slot, life, trust)));
+        }
+        let (id, block_size) = (spec.id.clone(), spec.block_size);
+        self.inner.change_workers(&mut registry, |by_id| {
+            by_id.insert(id.clone(), Arc::new(worker));
+        });
+        drop(registry);
         if let Some(size) = block_size {
             self.note_engine_block_size(id.as_str(), size.into(), now)?;
         }
@@ -74,17 +82,20 @@ impl Router {
     /// # Errors
     /// Unknown worker.
     pub fn remove_worker(&self, id: &str) -> Result<()> {
-        let mut workers = self.inner.workers.write();
-        let worker = workers
-            .by_id
-            .remove(id)
-            .ok_or_else(|| Error::unknown_worker(id))?;
-        // Decisions hold `workers` for reading, so none is under way for this worker now.
+        let mut registry = self.inner.registry.lock();
+        let worker = Arc::clone(registry.workers().worker(id)?);
+        // Every call that could decide for this worker or note a placement on it has ended when this returns.
+        self.inner.change_workers(&mut registry, |by_id| {
+            by_id.remove(id);
+        });
         for target in &worker.targets {
             target.stream.lock().removed = true;
+            self.inner.row(target.slot).end();
             self.inner.forget(target);
             self.inner.bound_placements(target.slot, None);
-            workers.free_slots.push(target.slot);
+            if self.inner.with_load(target, TargetLoad::retire) {
+                registry.free_slots.push(target.slot);
+            }
         }
         Ok(())
     }
@@ -95,7 +106,11 @@ impl Router {
     /// Unknown worker.
     pub fn drain_worker(&self, id: &str) -> Result<()> {
         let workers = self.inner.workers.read();
-        workers.worker(id)?.draining.store(true, Ordering::Relaxed);
+        let worker = workers.worker(id)?;
+        worker.draining.store(true, Ordering::Relaxed);
+        for target in &worker.targets {
+            self.inner.row(target.slot).set_flag(flag::DRAINING, true);
+        }
         Ok(())
     }
 
@@ -105,10 +120,12 @@ impl Router {
     /// Unknown worker.
     pub fn set_available(&self, id: &str, available: bool) -> Result<()> {
         let workers = self.inner.workers.read();
-        workers
-            .worker(id)?
-            .available
-            .store(available, Ordering::Relaxed);
+        let worker = workers.worker(id)?;
+        worker.available.store(available, Ordering::Relaxed);
+        for target in &worker.targets {
+            let row = self.inner.row(target.slot);
+            row.set_flag(flag::UNAVAILABLE, !available);
+        }
         Ok(())
     }
 
@@ -123,6 +140,7 @@ impl Router {
         if worker.capacity.swap(blocks.unwrap_or(0), Ordering::Relaxed) != blocks.unwrap_or(0) {
             for target in &worker.targets {
                 self.inner.bound_placements(target.slot, blocks);
+                self.inner.row(target.slot).set_capacity_blocks(blocks);
             }
         }
         Ok(())
@@ -172,11 +190,9 @@ impl Router {
         let worker = workers.worker(id)?;
         let capacity = worker.capacity_blocks();
         if let Some(dp_rank) = dp_rank {
-            workers
-                .target(id, dp_rank)?
-                .load
-                .lock()
-                .report(report, capacity, asked);
+            self.inner.with_load(workers.target(id, dp_rank)?, |load| {
+                load.report(report, capacity, asked);
+            });
             return Ok(());
         }
         let ranks = worker.spec.dp_ranks;
@@ -186,7 +202,8 @@ impl Router {
                 waiting: report.waiting / ranks,
                 kv_usage: report.kv_usage,
             };
-            target.load.lock().report(share, capacity, asked);
+            self.inner
+                .with_load(target, |load| load.report(share, capacity, asked));
         }
         Ok(())
     }
@@ -249,7 +266,7 @@ impl Router {
                     && worker
                         .targets
                         .iter()
-                        .all(|target| target.belief.state().is_settled())
+                        .all(|target| self.inner.row(target.slot).trust().is_settled())
             })
             .count()
     }
@@ -271,11 +288,11 @@ impl Router {
             trust: Vec::with_capacity(worker.targets.len()),
         };
         for target in &worker.targets {
-            let load = target.load.lock();
-            info.active_requests += load.booked.requests();
-            info.active_blocks += load.booked.blocks();
-            info.prefill_blocks += load.booked.prefill_blocks();
-            drop(load);
+            self.inner.with_load(target, |load| {
+                info.active_requests += load.requests();
+                info.active_blocks += load.blocks();
+                info.prefill_blocks += load.prefill_blocks();
+            });
             let held = self.inner.index.slot_blocks(target.slot);
             info.index_blocks.device += held.device;
             info.index_blocks.host += held.host;

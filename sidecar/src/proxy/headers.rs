@@ -87,17 +87,13 @@ pub(super) fn towards_client(headers: &mut HeaderMap) {
 
 /// Adds what `debug_headers` promises.
 pub(super) fn add_debug(headers: &mut HeaderMap, decision: &Decision, policy: &'static str) {
-    let cost = decision
-        .candidates
-        .iter()
-        .find(|candidate| candidate.target == decision.target)
-        .map_or(0.0, |candidate| candidate.cost.total);
+    let cost = decision.cost.total;
     let summary = format!(
         "policy={policy}; cost={cost:.3}; request_blocks={}; predicted_cached_tokens={}; dp_rank={}; candidates={}",
         decision.request_blocks,
         decision.predicted_cached_tokens,
         decision.target.dp_rank,
-        decision.candidates.len(),
+        decision.eligible_targets(),
     );
     let texts = [
         ("x-kvlane-worker", decision.target.worker.to_string()),

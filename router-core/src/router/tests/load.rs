@@ -383,15 +383,15 @@ fn a_decision_explains_every_candidate() {
     bench.ingest("w1", None, vec![store(&[1, 2], None, t(0, 8))]);
     let guard = bench.select(&t(0, 10));
     let decision = guard.decision();
-    assert_eq!(decision.candidates.len(), 2);
+    assert_eq!(decision.candidates().len(), 2);
     assert_eq!(
         (decision.request_blocks, decision.predicted_cached_tokens),
         (2, 8)
     );
-    let w1 = &decision.candidates[0].cost;
+    let w1 = &decision.candidates()[0].cost;
     // 0 uncached; 2 blocks and one of its own for 2 tail tokens and the first output token.
     assert!((w1.total - 3.0).abs() < 1e-9 && w1.uncached_prefill_blocks.abs() < 1e-9);
-    assert!((decision.candidates[1].cost.total - 5.0).abs() < 1e-9);
+    assert!((decision.candidates()[1].cost.total - 5.0).abs() < 1e-9);
     let json = serde_json::to_value(bench.router.decisions(1)).unwrap();
     assert_eq!(json[0]["target"]["worker"], "w1");
     assert_eq!(
