@@ -1,7 +1,7 @@
 import { readFile } from 'node:fs/promises'
 import type { TestContext } from 'node:test'
 
-import { startEngine, startEnvoy, type Engine, type Envoy } from 'kvlane-example-testing'
+import { startEngine, startEnvoy, type Engine, type Envoy, type Start } from 'kvlane-example-testing'
 
 import type { Worker } from '../src/picker.js'
 import { serve, type PickerServer, type ServerOptions } from '../src/server.js'
@@ -31,6 +31,12 @@ export async function gateway(t: TestContext, options: Partial<ServerOptions> & 
   if (bootstrap === 'envoy-override-host.yaml') engines.forEach(({ endpoint }, index) => (ports[`port_value: ${8001 + index}`] = `port_value: ${endpoint.split(':')[1]}`))
   const envoy = await startEnvoy(t, yaml, ports)
   return { engines, server, envoy, leases: () => server.picker.router.stats().activeLeases }
+}
+
+/** The same, as the tests of every gateway see it. */
+export const start: Start = async (t, options) => {
+  const { engines, server, envoy } = await gateway(t, options)
+  return { engines, url: envoy.url, router: server.picker.router, stop: server.stop }
 }
 
 /** The endpoint picker alone. */

@@ -4,36 +4,11 @@
 import assert from 'node:assert/strict'
 import test from 'node:test'
 
-import { chatWorkload, plainEnvoy, play, startEngine, startEnvoy, tokenWorkload, until } from 'kvlane-example-testing'
+import { plainEnvoy, play, startEngine, startEnvoy, testWorkload, tokenWorkload } from 'kvlane-example-testing'
 
-import { gateway } from './setup.js'
+import { start } from './setup.js'
 
-test('token ids find their prefix, by events', async (t) => {
-  const { envoy, leases } = await gateway(t)
-  const { hits, repeats } = await play(tokenWorkload(1), '/v1/completions', () => envoy.url)
-  t.diagnostic(`${hits} of ${repeats} repeats hit`)
-  assert.equal(repeats, 60)
-  assert.ok(hits >= 58, `${hits} of 60`)
-  await until(() => leases() === 0)
-})
-
-test('chats find their prefix without a tokenizer', async (t) => {
-  const { envoy, leases } = await gateway(t)
-  const { hits, repeats } = await play(chatWorkload(1), '/v1/chat/completions', () => envoy.url)
-  t.diagnostic(`${hits} of ${repeats} repeats hit`)
-  assert.ok(hits >= 58, `${hits} of 60`)
-  await until(() => leases() === 0)
-})
-
-test('chats find their prefix with the tokenizer of the engines, by events', async (t) => {
-  const { envoy, leases, server } = await gateway(t, { tokenize: true })
-  const { hits, repeats } = await play(chatWorkload(1), '/v1/chat/completions', () => envoy.url)
-  t.diagnostic(`${hits} of ${repeats} repeats hit`)
-  assert.ok(hits >= 58, `${hits} of 60`)
-  await until(() => leases() === 0)
-  const { fidelity, state } = server.picker.router.trust('w1')
-  assert.deepEqual({ fidelity, state }, { fidelity: 1, state: 'exact' })
-})
+testWorkload(start)
 
 for (const policy of ['ROUND_ROBIN', 'RANDOM'] as const) {
   test(`without kvlane ${policy} misses many of them`, async (t) => {

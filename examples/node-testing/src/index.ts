@@ -3,6 +3,7 @@
 export { startEngine, type Engine } from './engine.js'
 export { startEnvoy, type Envoy } from './envoy.js'
 export { plainEnvoy } from './plain.js'
+export { testAudit, testEndings, testWorkload, type Start, type Subject, type SubjectOptions } from './gateway.js'
 export { launch, type Launched } from './process.js'
 export { openAnswer, type OpenAnswer } from './stream.js'
 export { until } from './until.js'
