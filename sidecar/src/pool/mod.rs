@@ -1,0 +1,3 @@
+//! The workers as a pool: how many of which role there should be.
+
+pub mod planner;
