@@ -37,6 +37,7 @@ while read -r name module tests; do
   timeout --signal=INT --kill-after=20 "${KVLANE_GATEWAYS_TIMEOUT:-240}" \
     "$python" -m pytest -p no:cacheprovider -W ignore -q -rP --show-capture=stdout --durations=3 $tests "$@" </dev/null || status=$?
 done <<'TESTS'
+asgi kvlane.asgi test_asgi.py
 litellm kvlane.litellm test_litellm.py
 litellm-proxy - test_litellm.py test_litellm_proxy.py
 TESTS
