@@ -22,7 +22,7 @@ export KVLANE_BIN=${KVLANE_BIN:-$target/release/kvlane}
 site=$target/gateways/site
 rm -rf "$site"
 "$("$here/setup.sh" --path litellm)/venv/bin/python" -m pip install -q --disable-pip-version-check --no-deps --target "$site" "$wheel"
-export PYTHONPATH=$site PYTHONDONTWRITEBYTECODE=1
+export PYTHONPATH=$site:$here PYTHONDONTWRITEBYTECODE=1
 export LITELLM_LOCAL_MODEL_COST_MAP=True  # its price list comes from the network otherwise
 export RAY_USAGE_STATS_ENABLED=0
 
@@ -40,5 +40,6 @@ done <<'TESTS'
 asgi kvlane.asgi test_asgi.py
 litellm kvlane.litellm test_litellm.py
 litellm-proxy - test_litellm.py test_litellm_proxy.py
+ray kvlane.ray test_ray.py
 TESTS
 exit "$status"

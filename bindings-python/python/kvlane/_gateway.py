@@ -1,11 +1,11 @@
 """What the gateway modules share: settings of workers, the prompt of a body, and what an engine reports of it."""
 
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Container, Mapping, Sequence
 from inspect import isawaitable
 from typing import Any, Literal, NamedTuple, TypeAlias, TypedDict
 
-from ._native import Error, InvalidRequest, Router
+from ._native import Error, InvalidRequest, Lease, Router
 
 __all__ = ["Tokenize", "Usage", "WorkerOptions"]
 
@@ -40,37 +40,38 @@ class Usage(NamedTuple):
 
 
 class Fleet:
-    """Registers workers with a router as they are met, once each."""
+    """Keeps the workers of a router equal to those that a gateway tells of."""
 
     def __init__(self, router: Router) -> None:
         self.router = router
-        self._known = {worker.id for worker in router.workers()}
+        self._known: dict[str, WorkerOptions] = {}
         self._refused: set[str] = set()
 
     def meet(self, worker: str, options: WorkerOptions) -> bool:
-        """Registers a worker unless that was done before. Returns whether the router has it: settings that it refuses are
-        logged, once, and leave the worker to the gateway's own ways."""
-        if worker not in self._known:
-            self._known.add(worker)
+        """Registers a worker when it is new or its settings changed. Returns whether the router has it: settings that it
+        refuses are logged, once, and leave the worker to the gateway's own ways."""
+        if self._known.get(worker) != options:
+            self.forget(worker)
+            self._known[worker] = options
             try:
                 self.router.add_worker(worker, **options)
             except (Error, TypeError, ValueError) as error:
                 self._refused.add(worker)
-                log.warning("worker %s cannot be routed to by its cache: %s", worker, error)
+                log.warning("worker %s cannot be chosen by its cache: %s", worker, error)
         return worker not in self._refused
 
     def forget(self, worker: str) -> None:
         """Removes a worker with everything known of it."""
-        if worker in self._known:
-            self._known.discard(worker)
-            if worker in self._refused:
-                self._refused.discard(worker)
-            else:
-                self.router.remove_worker(worker)
+        if self._known.pop(worker, None) is None:
+            return
+        if worker in self._refused:
+            self._refused.discard(worker)
+        else:
+            self.router.remove_worker(worker)
 
-    def retain(self, workers: Sequence[str]) -> None:
+    def retain(self, workers: Container[str]) -> None:
         """Removes all others."""
-        for worker in self._known.difference(workers):
+        for worker in [known for known in self._known if known not in workers]:
             self.forget(worker)
 
 
@@ -113,10 +114,13 @@ async def prompt_of(body: Body, tokenize: Tokenize | None) -> dict[str, Any]:
     return prompt
 
 
-def by_load(prompt: Mapping[str, Any], error: InvalidRequest) -> dict[str, Any]:
-    """Replaces a prompt that the router refuses, so that the request is placed by load and the engine judges it."""
-    log.warning("a prompt cannot be matched, its request goes by load: %s", error)
-    return {"tokens": (), "expected_output_tokens": prompt.get("expected_output_tokens")}
+def select(router: Router, prompt: Mapping[str, Any], allowed: Sequence[str], lease_seconds: float | None) -> Lease | None:
+    """Selects a worker. A prompt that the router refuses is placed by load, and the engine judges it."""
+    try:
+        return router.select(**prompt, allowed=allowed, ttl=lease_seconds)
+    except InvalidRequest as error:
+        log.warning("a prompt cannot be matched, its request goes by load: %s", error)
+    return router.select((), allowed=allowed, ttl=lease_seconds)
 
 
 def usage_of(answer: Any) -> Usage:

@@ -17,8 +17,8 @@ from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any, Required, TypeAlias
 from urllib.parse import quote
 
-from ._gateway import Tokenize, Usage, WorkerOptions, by_load, log, prompt_of, usage_of
-from ._native import InvalidRequest, Lease, Router
+from ._gateway import Tokenize, Usage, WorkerOptions, log, prompt_of, select, usage_of
+from ._native import Lease, Router
 
 try:
     import httpx
@@ -171,10 +171,7 @@ class Gateway:
         now = time.monotonic()
         left = [worker for worker in self._urls if worker not in tried]
         rested = [worker for worker in left if self._down_until.get(worker, now) <= now]
-        try:
-            return self.router.select(**prompt, allowed=rested or left, ttl=self._lease_seconds)
-        except InvalidRequest as error:
-            return self.router.select(**by_load(prompt, error), allowed=rested or left, ttl=self._lease_seconds)
+        return select(self.router, prompt, rested or left, self._lease_seconds)
 
     async def _ask(self, lease: Lease, scope: Scope, content: bytes) -> httpx.Response:
         if self._client is None:
@@ -194,6 +191,8 @@ class Gateway:
 
     async def _answer(self, lease: Lease, answer: httpx.Response, send: Send) -> None:
         reading = _Reading(lease, answer)
+        # The end of a whole answer waits until the booking ended: its client may ask again as soon as it has that.
+        held = b""
         ok = False
         try:
             headers = [(name.lower(), value) for name, value in answer.headers.raw if name.lower() not in _NOT_PASSED_BACK]
@@ -206,7 +205,10 @@ class Gateway:
             try:
                 async for piece in answer.aiter_raw():
                     reading.feed(piece)
-                    await send({"type": "http.response.body", "body": piece, "more_body": True})
+                    if not reading.is_stream:
+                        held, piece = piece, held
+                    if piece:
+                        await send({"type": "http.response.body", "body": piece, "more_body": True})
                 ok = answer.is_success
             except httpx.TransportError as error:
                 log.warning("worker %s failed in the middle of its answer: %r", lease.worker, error)
@@ -214,9 +216,8 @@ class Gateway:
                     raise  # the server cuts the connection: what was sent must not look whole
                 failure = b"data: " + _error(502, "The engine failed in the middle of its answer.") + b"\n\n"
                 await send({"type": "http.response.body", "body": failure, "more_body": True})
-            # Before the client can send its next request.
             lease.release(reading.usage.cached_tokens, ok, prompt_tokens=reading.usage.prompt_tokens)
-            await send({"type": "http.response.body", "body": b""})
+            await send({"type": "http.response.body", "body": held})
         finally:
             lease.release(ok=False)  # does nothing to one that has ended
             await answer.aclose()

@@ -21,8 +21,8 @@ from contextvars import ContextVar
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
-from ._gateway import Fleet, Tokenize, WorkerOptions, by_load, log, prompt_of, usage_of
-from ._native import Error, InvalidRequest, Lease, Router
+from ._gateway import Fleet, Tokenize, WorkerOptions, log, prompt_of, select, usage_of
+from ._native import Error, Lease, Router
 
 try:
     from litellm.integrations.custom_logger import CustomLogger
@@ -89,7 +89,7 @@ class KvRouting(CustomLogger):
             body["messages"] = messages
         prompt = await prompt_of(body, self._tokenize)
         try:
-            lease = self._select(prompt, list(by_worker))
+            lease = select(self.router, prompt, list(by_worker), self._lease_seconds)
         except Error as error:  # closed or forked: a request is not to fail for its placement
             log.warning("LiteLLM chooses by itself: %s", error)
             return healthy_deployments
@@ -97,12 +97,6 @@ class KvRouting(CustomLogger):
             return healthy_deployments
         _CHOSEN.set(lease)
         return [by_worker[lease.worker]]
-
-    def _select(self, prompt: Mapping[str, Any], allowed: list[str]) -> Lease | None:
-        try:
-            return self.router.select(**prompt, allowed=allowed, ttl=self._lease_seconds)
-        except InvalidRequest as error:
-            return self.router.select(**by_load(prompt, error), allowed=allowed, ttl=self._lease_seconds)
 
     def _workers_of(self, deployments: list[Any]) -> dict[str, dict[str, Any]]:
         by_worker: dict[str, dict[str, Any]] = {}
