@@ -235,6 +235,8 @@ export interface IndexStats {
   nodes: number
   /** r" Pending engine blocks whose parent is unknown. */
   orphans: number
+  /** r" Memory in bytes. */
+  bytes: number
 }
 
 /** r" Where a batch of events comes from. */

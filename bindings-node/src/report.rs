@@ -184,6 +184,8 @@ answers! {
         nodes: i64,
         /// Pending engine blocks whose parent is unknown.
         orphans: i64,
+        /// Memory in bytes.
+        bytes: i64,
     }
 
     /// Size of what own placements are believed to hold.
@@ -321,6 +323,7 @@ impl From<kvlane::RouterStats> for RouterStats {
                 blocks: count(from.index.blocks),
                 nodes: count(from.index.nodes),
                 orphans: count(from.index.orphans),
+                bytes: count(from.index.bytes),
             },
             token_placements: from.token_placements.into(),
             text_placements: from.text_placements.into(),

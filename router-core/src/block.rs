@@ -134,23 +134,33 @@ impl SequenceHash {
     /// Chains local hashes from the root.
     #[must_use]
     pub fn chain(local_hashes: &[LocalBlockHash]) -> Vec<Self> {
-        let mut chain = Vec::with_capacity(local_hashes.len());
-        chain.extend(Self(0).continued(0, local_hashes));
+        let mut chain = Vec::new();
+        Self::chain_into(local_hashes, &mut chain);
         chain
     }
 
-    /// Continues the chain of a prefix of `position` blocks (`Self(0)` for none) with the blocks after it.
-    pub(crate) fn continued(
+    /// Chains local hashes from the root into `chain`, in place of what it held.
+    pub fn chain_into(local_hashes: &[LocalBlockHash], chain: &mut Vec<Self>) {
+        chain.clear();
+        Self(0).continue_into(0, local_hashes, chain);
+    }
+
+    /// Continues the chain of a prefix of `position` blocks (`Self(0)` for none) with the blocks after it, appending to
+    /// `chain`.
+    pub(crate) fn continue_into(
         self,
         position: usize,
         local_hashes: &[LocalBlockHash],
-    ) -> impl Iterator<Item = Self> {
-        (position..)
-            .zip(local_hashes)
-            .scan(self, |last, (position, &local)| {
-                *last = last.child(local, position);
-                Some(*last)
-            })
+        chain: &mut Vec<Self>,
+    ) {
+        let old = chain.len();
+        chain.resize(old + local_hashes.len(), Self(0));
+        let mut last = self;
+        let blocks = chain[old..].iter_mut().zip(local_hashes);
+        for (offset, (hash, &local)) in blocks.enumerate() {
+            last = last.child(local, position + offset);
+            *hash = last;
+        }
     }
 }
 

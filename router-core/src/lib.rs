@@ -30,6 +30,7 @@ mod ids;
 pub mod index;
 pub mod load;
 pub mod policy;
+mod prefetch;
 mod prompt;
 mod router;
 #[cfg(feature = "zmq")]

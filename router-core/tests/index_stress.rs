@@ -5,8 +5,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use kvlane::index::{
-    EngineHash, EngineKey, IndexStats, OrphanLimits, Overlaps, PrefixIndex, RadixIndex, StoredRun,
-    Tier,
+    EngineHash, EngineKey, OrphanLimits, Overlaps, PrefixIndex, RadixIndex, StoredRun, Tier,
 };
 use kvlane::{LocalBlockHash, Slot};
 
@@ -47,7 +46,7 @@ fn racing_lookups_credit_what_is_stored_and_nothing_else() {
         "no lookup met a resident prompt"
     );
     index.assert_invariants();
-    assert_eq!(index.stats(), IndexStats::default());
+    assert!(index.stats().is_empty());
 }
 
 fn write(index: &RadixIndex, slot: u32, phase: &AtomicU64) {

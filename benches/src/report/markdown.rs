@@ -65,10 +65,24 @@ const LOOKUPS: [Row; 22] = [
     ),
 ];
 
-const WRITES: [Row; 10] = [
-    ("store_ns", "store, CPU ns a block", Low),
+const WRITES: [Row; 12] = [
+    (
+        "store_ns",
+        "store, tables sized by KV capacity where that is taken, CPU ns a block",
+        Low,
+    ),
     (
         "store_mblocks_per_cpu_s",
+        "— million blocks a CPU-second",
+        High,
+    ),
+    (
+        "store_grown_ns",
+        "— tables grown from nothing, CPU ns a block",
+        Low,
+    ),
+    (
+        "store_grown_mblocks_per_cpu_s",
         "— million blocks a CPU-second",
         High,
     ),

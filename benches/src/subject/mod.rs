@@ -49,6 +49,11 @@ pub trait Subject {
     /// Converts a prompt.
     fn prompt(locals: &[u64]) -> Self::Prompt;
 
+    /// Tells how many blocks each worker can hold, telling whether that changes anything.
+    fn expect(&self, _workers: u32, _blocks: usize) -> bool {
+        false
+    }
+
     /// Does the maintenance that its owner would do by a timer.
     fn maintain(&self) {}
 }

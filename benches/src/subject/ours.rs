@@ -104,6 +104,13 @@ impl<I: Flavour> Subject for Prefix<I> {
     fn prompt(locals: &[u64]) -> Vec<LocalBlockHash> {
         locals.iter().copied().map(LocalBlockHash).collect()
     }
+
+    fn expect(&self, workers: u32, blocks: usize) -> bool {
+        for worker in 0..workers {
+            self.index.expect_keys(Slot(worker), blocks);
+        }
+        I::NAME == Name::Ours
+    }
 }
 
 fn key(hash: u64) -> EngineKey {

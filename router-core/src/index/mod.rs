@@ -282,6 +282,16 @@ pub struct IndexStats {
     pub nodes: usize,
     /// Pending keys whose parent is unknown, over all slots, those removed meanwhile included.
     pub orphans: usize,
+    /// Memory in bytes: exact for blocks and for integer keys, estimated for what is rare. 0 where it is not known.
+    pub bytes: usize,
+}
+
+impl IndexStats {
+    /// Tells whether nothing is held or pending; some memory may be left.
+    #[must_use]
+    pub const fn is_empty(&self) -> bool {
+        self.blocks == 0 && self.nodes == 0 && self.orphans == 0
+    }
 }
 
 /// Bounds of what a slot may keep pending.
@@ -318,6 +328,11 @@ pub trait PrefixIndex: Send + Sync + std::fmt::Debug {
 
     /// Looks up a prompt for every slot at once.
     fn overlap(&self, local_hashes: &[LocalBlockHash], overlaps: &mut Overlaps);
+
+    /// Notes how many keys the engine of `slot` can hold (0: unknown), so that tables can be given their size at once.
+    fn expect_keys(&self, slot: Slot, keys: usize) {
+        let _ = (slot, keys);
+    }
 
     /// Returns the blocks that `slot` holds, by tier: a place counts once, whichever keys name it, with all its unit.
     fn slot_blocks(&self, slot: Slot) -> TierBlocks;

@@ -185,6 +185,7 @@ impl PrefixIndex for NaiveIndex {
                 .flat_map(|model| &model.pending)
                 .map(|stored| stored.keys.len())
                 .sum(),
+            bytes: 0,
         }
     }
 }

@@ -21,6 +21,7 @@
 //! [slot]: slot::SlotState
 
 mod check;
+mod chunks;
 mod detail;
 mod holders;
 mod lookup;
@@ -28,17 +29,19 @@ mod node;
 mod pending;
 mod record;
 mod slot;
+mod table;
 mod tree;
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::Instant;
 
+use self::chunks::Place;
 pub(super) use self::lookup::Scratch;
-use self::node::{Location, MAX_RUN_BLOCKS, Point, ROOT};
+use self::node::{Location, MAX_RUN_BLOCKS, Point};
 use self::record::Verdict;
-use self::slot::{SlotState, Step, Unit};
-use self::tree::{Segment, Span, Tree, View};
+use self::slot::{Announced, SlotState, Step, Unit};
+use self::tree::{Span, Tree};
 use super::{
     EngineKey, IndexStats, MAX_SLOTS, OrphanLimits, Overlaps, PrefixIndex, RemoveOutcome,
     StoreOutcome, StoredRun, Tier, TierBlocks,
@@ -94,12 +97,11 @@ type SharedState = Arc<Mutex<SlotState>>;
 /// A store whose parent's place is known.
 #[derive(Clone, Copy, Debug)]
 struct Placeable<'a> {
-    point: Point,
+    /// The block before it; `None` when it begins a prompt.
+    parent: Option<Place>,
     keys: &'a [EngineKey],
     local_hashes: &'a [LocalBlockHash],
-    unit: usize,
-    tier: Tier,
-    confirmed: bool,
+    announced: Announced,
 }
 
 impl RadixIndex {
@@ -136,77 +138,84 @@ impl RadixIndex {
         slots[slot.index()].get_or_insert_default().clone()
     }
 
-    /// Applies a store in three steps: look the keys up, change the tree, enter the keys. Returns what became of each key
+    /// Applies a store in two steps: change the tree, looking the keys up on the way, and enter the keys. Tells what became of each key
     /// and adds the pending runs that now have a parent to `ready`.
     fn apply(
         &self,
         slot: u16,
         state: &mut SlotState,
         store: &Placeable<'_>,
+        mut steps: Vec<Step>,
         ready: &mut BTreeSet<u64>,
-    ) -> Vec<Verdict> {
-        let unit = u32::try_from(store.unit).unwrap_or(u32::MAX);
-        let known: Vec<_> = store.keys.iter().map(|key| state.packed(key)).collect();
-        let judge = |index: usize, at: Location| {
-            let key = &store.keys[index];
-            let record = known[index].map(|packed| state.unpack(key, packed));
-            Verdict::of(record.as_ref(), at, store.tier, unit, store.confirmed)
-        };
-        let steps = self.place(slot, store, unit, judge);
+        mut tell: impl FnMut(usize, Verdict),
+    ) {
+        let announced = &store.announced;
+        self.place(slot, state, store, &mut steps);
         let new = steps.iter().filter(|step| step.verdict == Verdict::Place);
         state.reserve(store.keys.first(), new.count());
         let mut released = Vec::new();
-        let mut verdicts = Vec::with_capacity(steps.len());
-        let fresh = (store.tier, unit, store.confirmed);
-        for ((key, step), known) in store.keys.iter().zip(&steps).zip(&known) {
-            let is_new = known.is_none() && state.enter(key, step, fresh);
+        let mut entered = 0;
+        for (index, (key, step)) in store.keys.iter().zip(&steps).enumerate() {
+            let is_new = step.known.is_none() && state.enter(key, step, announced);
             let verdict = if is_new {
+                entered += usize::from(!step.was_held);
                 Verdict::Place
             } else {
-                state.apply(key, step, fresh, &mut released)
+                state.apply(key, step, announced, &mut released)
             };
             if verdict.holds() && !state.pending.is_empty() {
                 state.pending.waiting(key, ready);
             }
-            verdicts.push(verdict);
+            tell(index, verdict);
         }
-        self.give_up(slot, state, &released);
-        verdicts
+        state.count_entered(announced, entered);
+        state.finish(steps);
+        self.give_up(slot, state, released);
     }
 
     /// Walks and extends the tree along a store, and makes the slot hold the units that are new to it.
-    fn place(
-        &self,
-        slot: u16,
-        store: &Placeable<'_>,
-        unit: u32,
-        judge: impl Fn(usize, Location) -> Verdict,
-    ) -> Vec<Step> {
-        let mut steps = Vec::with_capacity(store.keys.len());
+    fn place(&self, slot: u16, state: &SlotState, store: &Placeable<'_>, steps: &mut [Step]) {
+        let announced = &store.announced;
         let mut spans: Vec<Span> = Vec::new();
         let mut refused = false;
         let mut tree = self.tree.write();
-        let segments = tree.extend(store.point, store.local_hashes);
-        let mut view = (ROOT, View::Nothing);
-        for (at, segment) in ends(&segments, store.unit) {
-            let verdict = judge(steps.len(), at);
-            let mut was_held = false;
-            if verdict.holds() {
-                if view.0 != segment.run {
-                    view = (segment.run, tree.view(slot, segment.run));
+        let start = store
+            .parent
+            .map_or(Point::ROOT, |parent| tree.locate(parent).next());
+        let segments = tree.extend(start, store.local_hashes);
+        state.look_up(store.keys, steps);
+        let fresh = announced.unit == 1 && steps.iter().all(|step| step.known.is_none());
+        let mut rest = store.keys.iter().zip(steps);
+        let mut before = 0;
+        for segment in &segments {
+            let view = tree.view(slot, segment.run);
+            let Some(run) = tree.run(segment.run) else {
+                continue;
+            };
+            if let Some(held) = view.prefix(announced.tier).filter(|_| fresh) {
+                for (offset, (_, step)) in segment.offsets().zip(&mut rest) {
+                    step.at = run.place(offset);
+                    step.was_held = offset < held;
                 }
-                was_held = view.1.holds(store.tier, unit, at.offset);
-                let span = Span::one(at, store.tier, unit);
-                if !was_held && !spans.last_mut().is_some_and(|last| last.grow(span)) {
+                spans.extend(segment.after(held, announced.tier));
+                continue;
+            }
+            let ends = segment.unit_ends(before, announced.unit);
+            before += usize::from(segment.blocks);
+            for (offset, (key, step)) in ends.zip(&mut rest) {
+                step.at = run.place(offset);
+                step.verdict = state.judge(key, step, announced);
+                refused |= step.verdict == Verdict::Refuse;
+                if !step.verdict.holds() {
+                    continue;
+                }
+                step.was_held = view.holds(announced.tier, announced.unit, offset);
+                let run = segment.run;
+                let span = Span::one(Location { run, offset }, announced.tier, announced.unit);
+                if !step.was_held && !spans.last_mut().is_some_and(|last| last.grow(span)) {
                     spans.push(span);
                 }
             }
-            refused |= verdict == Verdict::Refuse;
-            steps.push(Step {
-                at,
-                verdict,
-                was_held,
-            });
         }
         for span in spans {
             tree.hold(slot, span);
@@ -216,7 +225,7 @@ impl RadixIndex {
                 tree.trim(segment.run);
             }
         }
-        steps
+        tree.take_back(segments);
     }
 
     /// Attaches pending runs whose parent is known, oldest first; then takes back what was removed while it was pending.
@@ -232,19 +241,16 @@ impl RadixIndex {
             let Some(run) = state.pending.take(number) else {
                 continue;
             };
-            let Some(parent) = state.location(&run.parent) else {
+            let Some(parent) = state.place(&run.parent) else {
                 continue;
             };
             let store = Placeable {
-                point: parent.next(),
+                parent: Some(parent),
                 keys: &run.keys,
                 local_hashes: &run.local_hashes,
-                unit: run.unit,
-                tier: run.tier,
-                confirmed: run.confirmed,
+                announced: Announced::new(run.tier, run.unit, run.confirmed),
             };
-            let verdicts = self.apply(slot, state, &store, &mut ready);
-            for (index, verdict) in verdicts.into_iter().enumerate() {
+            let tell = |index, verdict| {
                 let dead = run.dead.contains(&index);
                 match verdict {
                     Verdict::Refuse => outcome.refused += 1,
@@ -252,23 +258,25 @@ impl RadixIndex {
                     _ if dead => taken_back.push((run.keys[index].clone(), run.tier)),
                     _ => outcome.attached += 1,
                 }
-            }
+            };
+            let steps = state.steps(&run.keys);
+            self.apply(slot, state, &store, steps, &mut ready, tell);
         }
         let mut released = Vec::new();
         for (key, tier) in taken_back {
             state.take(&key, tier, &mut released);
         }
-        self.give_up(slot, state, &released);
+        self.give_up(slot, state, released);
     }
 
     /// Takes units that keys gave up out of the tree, unless another key holds them.
-    fn give_up(&self, slot: u16, state: &mut SlotState, released: &[Unit]) {
+    fn give_up(&self, slot: u16, state: &mut SlotState, mut released: Vec<Unit>) {
         if released.is_empty() {
             return;
         }
-        let spans = state.release(released);
-        if !spans.is_empty() {
-            self.tree.write().unhold(slot, &spans);
+        state.release(&mut released);
+        if !released.is_empty() {
+            self.tree.write().unhold(slot, &released);
         }
     }
 }
@@ -286,10 +294,12 @@ impl PrefixIndex for RadixIndex {
         let state = self.state(slot);
         let mut state = state.lock();
         outcome.dropped = state.pending.expire(now, self.limits.max_age);
-        let point = match run.parent {
-            None => Point::ROOT,
-            Some(parent) => match state.location(parent) {
-                Some(parent) => parent.next(),
+        // First of all, so that what the keys need travels while the parent is looked for.
+        let steps = state.steps(run.keys);
+        let parent = match run.parent {
+            None => None,
+            Some(parent) => match state.place(parent) {
+                Some(place) => Some(place),
                 None => {
                     keep_pending(&mut state, parent, run, now, self.limits, &mut outcome);
                     return outcome;
@@ -297,21 +307,18 @@ impl PrefixIndex for RadixIndex {
             },
         };
         let store = Placeable {
-            point,
+            parent,
             keys: run.keys,
             local_hashes: run.local_hashes,
-            unit: run.blocks_per_key,
-            tier: run.tier,
-            confirmed: true,
+            announced: Announced::new(run.tier, run.blocks_per_key, true),
         };
         let mut ready = BTreeSet::new();
-        for verdict in self.apply(id, &mut state, &store, &mut ready) {
-            match verdict {
-                Verdict::Place | Verdict::Move => outcome.placed += 1,
-                Verdict::Repeat | Verdict::Replace | Verdict::Ignore => outcome.repeated += 1,
-                Verdict::Refuse => outcome.refused += 1,
-            }
-        }
+        let tell = |_, verdict| match verdict {
+            Verdict::Place | Verdict::Move => outcome.placed += 1,
+            Verdict::Repeat | Verdict::Replace | Verdict::Ignore => outcome.repeated += 1,
+            Verdict::Refuse => outcome.refused += 1,
+        };
+        self.apply(id, &mut state, &store, steps, &mut ready, tell);
         if !ready.is_empty() {
             self.attach(id, &mut state, ready, &mut outcome);
         }
@@ -332,10 +339,11 @@ impl PrefixIndex for RadixIndex {
                 Some(Some(unit)) => {
                     outcome.placed += 1;
                     let mut tree = self.tree.write();
-                    let view = tree.view(id, unit.at.run);
-                    let was_held = view.holds(tier, unit.blocks, unit.at.offset);
+                    let at = tree.locate(unit.at);
+                    let view = tree.view(id, at.run);
+                    let was_held = view.holds(tier, unit.blocks, at.offset);
                     if !was_held {
-                        tree.hold(id, Span::one(unit.at, tier, unit.blocks));
+                        tree.hold(id, Span::one(at, tier, unit.blocks));
                     }
                     drop(tree);
                     state.acquire(unit, was_held);
@@ -352,7 +360,8 @@ impl PrefixIndex for RadixIndex {
             return outcome;
         };
         let mut state = state.lock();
-        let mut released = Vec::new();
+        state.prefetch(keys);
+        let mut released = Vec::with_capacity(keys.len());
         for key in keys {
             let taken = state.take(key, tier, &mut released).is_some();
             if taken || (!state.pending.is_empty() && state.pending.remove(key, tier)) {
@@ -361,7 +370,7 @@ impl PrefixIndex for RadixIndex {
                 outcome.unknown += 1;
             }
         }
-        self.give_up(id, &mut state, &released);
+        self.give_up(id, &mut state, released);
         outcome
     }
 
@@ -371,15 +380,18 @@ impl PrefixIndex for RadixIndex {
         };
         let mut state = state.lock();
         if Tier::ALL.iter().all(|tier| tiers.contains(tier)) {
-            let runs = state.drain();
-            self.tree.write().unhold_all(id, runs.into_iter());
+            let runs = self.tree.read().runs_of(&state.drain());
+            // Piece by piece, so that lookups get their turn.
+            for runs in runs.chunks(RUNS_CLEARED_AT_ONCE) {
+                self.tree.write().unhold_runs(id, runs);
+            }
             return;
         }
         state.pending.retain(|run| !tiers.contains(&run.tier));
         let mut released = Vec::new();
-        state.drop_residency(|tier, _| tiers.contains(&tier), &mut released);
+        state.drop_residency(|_, tier, _| tiers.contains(&tier), &mut released);
         released.sort_unstable();
-        self.give_up(id, &mut state, &released);
+        self.give_up(id, &mut state, released);
     }
 
     fn demote(&self, slot: Slot) {
@@ -395,14 +407,20 @@ impl PrefixIndex for RadixIndex {
         let mut state = state.lock();
         state.pending.retain(|run| run.confirmed);
         let mut released = Vec::new();
-        let keys = state.drop_residency(|_, held| held.doubted, &mut released);
+        let keys = state.drop_residency(|_, _, held| held.doubted, &mut released);
         released.sort_unstable();
-        self.give_up(id, &mut state, &released);
+        self.give_up(id, &mut state, released);
         keys
     }
 
     fn overlap(&self, local_hashes: &[LocalBlockHash], overlaps: &mut Overlaps) {
         self.tree.read().overlap(local_hashes, overlaps);
+    }
+
+    fn expect_keys(&self, slot: Slot, keys: usize) {
+        if slot_id(slot).is_some() {
+            self.state(slot).lock().expect_keys(keys);
+        }
     }
 
     fn slot_blocks(&self, slot: Slot) -> TierBlocks {
@@ -413,13 +431,17 @@ impl PrefixIndex for RadixIndex {
     fn stats(&self) -> IndexStats {
         let slots = self.slots.read().clone();
         let states = slots.iter().flatten();
-        let orphans = states.map(|state| state.lock().pending.keys());
-        let orphans = orphans.sum();
+        let sizes = states.map(|state| {
+            let state = state.lock();
+            (state.pending.keys(), state.bytes())
+        });
+        let (orphans, bytes) = sizes.fold((0, 0), |all, one| (all.0 + one.0, all.1 + one.1));
         let tree = self.tree.read();
         IndexStats {
             blocks: tree.blocks(),
             nodes: tree.nodes(),
             orphans,
+            bytes: bytes + tree.bytes(),
         }
     }
 }
@@ -442,23 +464,10 @@ fn keep_pending(
     outcome.dropped += state.pending.shrink_to(limits.max_keys);
 }
 
-/// Visits the last block of each unit of `unit` blocks along a path, with the segment that it lies in.
-fn ends(segments: &[Segment], unit: usize) -> impl Iterator<Item = (Location, Segment)> {
-    let mut before = 0;
-    segments.iter().flat_map(move |&segment| {
-        let begin = before;
-        before += usize::from(segment.blocks);
-        // The first multiple of the unit above `begin` is the end of the first unit that ends in this segment.
-        let first = (begin / unit + 1) * unit;
-        (first..=before).step_by(unit).map(move |end| {
-            let offset = segment.offset + node::as_offset(end - begin - 1);
-            let run = segment.run;
-            (Location { run, offset }, segment)
-        })
-    })
-}
-
 fn slot_id(slot: Slot) -> Option<u16> {
     debug_assert_eq!(MAX_SLOTS - 1, usize::from(u16::MAX));
     u16::try_from(slot.0).ok()
 }
+
+/// Runs that a clear takes out of the tree under one lock.
+const RUNS_CLEARED_AT_ONCE: usize = 64;

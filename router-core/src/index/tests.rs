@@ -53,7 +53,7 @@ fn on_every_index(claim: impl Fn(&mut Fixture<'_>)) {
             index.clear(slot, &Tier::ALL);
             assert_eq!(index.slot_blocks(slot), TierBlocks::default());
         }
-        assert_eq!(index.stats(), IndexStats::default());
+        assert!(index.stats().is_empty());
     }
 }
 

@@ -3,8 +3,9 @@
 use std::collections::{BTreeMap, HashMap};
 
 use super::RadixIndex;
+use super::chunks::{CHUNK_BLOCKS, Owner};
 use super::holders::{Holders, Mark};
-use super::node::{Location, ROOT, Run, RunId};
+use super::node::{ROOT, Run, RunId};
 use super::slot::{SlotState, Unit, units};
 use super::tree::{Tree, View};
 use crate::index::{Tier, TierBlocks};
@@ -25,6 +26,14 @@ impl RadixIndex {
         }
         assert_eq!(tree.blocks(), expected, "blocks of the tree");
         assert_eq!(tree.nodes(), tree.runs().count(), "every run has an entry");
+        let bytes: usize = tree.runs().map(|(_, run)| run.bytes()).sum();
+        assert_eq!(tree.run_bytes(), bytes, "memory that hangs on runs");
+        let chunks = tree.runs().map(|(_, run)| run.chunks().len());
+        assert_eq!(
+            tree.chunks().used(),
+            chunks.sum::<usize>(),
+            "every chunk has a run"
+        );
         check_forks(&tree);
         check_details(&tree);
         let mut held = held_units(&tree);
@@ -39,6 +48,7 @@ impl RadixIndex {
 
 fn check_run(tree: &Tree, id: RunId, run: &Run) {
     assert!(run.len() > 0, "run {id} is empty");
+    check_chunks(tree, id, run);
     assert_eq!(
         tree.child(run.origin, run.first()),
         Some(id),
@@ -51,10 +61,11 @@ fn check_run(tree: &Tree, id: RunId, run: &Run) {
     );
     if run.origin.run != ROOT {
         let parent = tree.run(run.origin.run).expect("a run's parent exists");
-        let at = usize::from(run.origin.blocks);
-        assert!(at > 0 && at <= parent.hashes().len(), "origin of run {id}");
-        let continued = parent.hashes().get(at);
-        assert_ne!(continued, Some(&run.first()), "run {id} doubles its parent");
+        let at = run.origin.blocks;
+        assert!(at > 0 && at <= parent.len(), "origin of run {id}");
+        let continued = (at < parent.len()).then(|| parent.hash(at, tree.chunks()));
+        assert_ne!(continued, Some(run.first()), "run {id} doubles its parent");
+        assert_eq!(run.depth, parent.depth + u32::from(at), "depth of run {id}");
     }
     let mut slots = Vec::new();
     let mut details = 0;
@@ -69,6 +80,23 @@ fn check_run(tree: &Tree, id: RunId, run: &Run) {
     if let Holders::Dense { detailed, .. } = run.holders {
         assert_eq!(detailed, details, "detailed holders of run {id}");
     }
+}
+
+fn check_chunks(tree: &Tree, id: RunId, run: &Run) {
+    let needed = usize::from(run.len()).div_ceil(CHUNK_BLOCKS);
+    assert_eq!(run.chunks().len(), needed, "chunks of run {id}");
+    for (position, &chunk) in (0..).zip(run.chunks()) {
+        let owner = Owner { run: id, position };
+        assert_eq!(tree.chunks().owner(chunk), owner, "chunk {chunk}");
+    }
+    let hash = |offset: u16| {
+        let place = run.place(offset);
+        tree.chunks().hashes(place.chunk())[place.offset()]
+    };
+    assert_eq!(run.first(), hash(0), "first block of run {id}");
+    assert_eq!(run.hash(run.len() - 1, tree.chunks()), hash(run.len() - 1));
+    let hinted = run.forks().iter().find(|fork| fork.0 == run.hint());
+    assert_eq!(hinted.is_none(), run.forks().is_empty(), "hint of run {id}");
 }
 
 fn check_mark(tree: &Tree, id: RunId, run: &Run, slot: u16, mark: Mark) {
@@ -115,7 +143,7 @@ fn check_details(tree: &Tree) {
 fn held_units(tree: &Tree) -> HashMap<u16, BTreeMap<Unit, u32>> {
     let mut held: HashMap<u16, BTreeMap<Unit, u32>> = HashMap::new();
     let mut add = |slot: u16, run: RunId, offset: u16, tier: Tier, blocks: u32| {
-        let at = Location { run, offset };
+        let at = tree.run(run).expect("a holder's run exists").place(offset);
         let unit = Unit { at, tier, blocks };
         held.entry(slot).or_default().insert(unit, 0);
     };
@@ -140,11 +168,9 @@ fn check_slot(tree: &Tree, slot: u16, state: &SlotState, mut held: BTreeMap<Unit
     let mut aside = 0;
     state.for_each(|key, record| {
         assert!(record.is_held(), "{key:?} of {slot} is held");
-        let run = tree.run(record.at.run).expect("a key's run exists");
-        assert!(
-            record.at.offset < run.len(),
-            "{key:?} of {slot} lies inside"
-        );
+        let at = tree.locate(record.at);
+        let run = tree.run(at.run).expect("a key's run exists");
+        assert!(at.offset < run.len(), "{key:?} of {slot} lies inside");
         aside += usize::from(state.aside().contains_key(key));
         for unit in units(record) {
             let keys = held.get_mut(&unit);
@@ -171,7 +197,7 @@ fn check_slot(tree: &Tree, slot: u16, state: &SlotState, mut held: BTreeMap<Unit
     assert_eq!(state.pending.keys(), pending, "pending keys of {slot}");
     for run in state.pending.runs() {
         assert_eq!(
-            state.location(&run.parent),
+            state.place(&run.parent),
             None,
             "a pending run of {slot} waits"
         );

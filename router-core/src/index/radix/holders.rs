@@ -121,6 +121,15 @@ impl Holders {
         self.reshape(slots);
     }
 
+    /// Returns the memory outside the set itself, in bytes.
+    pub(super) fn bytes(&self) -> usize {
+        match self {
+            Self::Inline { .. } => 0,
+            Self::List(list) => list.capacity() * size_of::<Holder>(),
+            Self::Dense { marks, .. } => marks.capacity() * size_of::<u16>(),
+        }
+    }
+
     pub(super) fn len(&self) -> usize {
         match self {
             Self::Dense { held, .. } => *held as usize,

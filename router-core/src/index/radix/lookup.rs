@@ -4,7 +4,7 @@ use super::detail::{Layer, for_each_word};
 use super::holders::{Holders, Mark};
 use super::node::{Point, Run, RunId};
 use super::tree::{Tree, View};
-use crate::block::LocalBlockHash;
+use crate::block::{LocalBlockHash, SequenceHash};
 use crate::ids::Slot;
 use crate::index::{Overlap, Overlaps, Tier};
 
@@ -17,6 +17,14 @@ pub(in crate::index) struct Scratch {
     lower: Vec<(u16, [u32; Tier::ALL.len()])>,
     path: Vec<Visit>,
     cover: Cover,
+    chain: Vec<SequenceHash>,
+}
+
+/// The prompt that is looked up, chained as far as somebody asked.
+#[derive(Debug)]
+struct Query<'a> {
+    local_hashes: &'a [LocalBlockHash],
+    chain: &'a mut Vec<SequenceHash>,
 }
 
 /// Blocks of the prompt that one slot holds, a bit each, by tier.
@@ -47,7 +55,13 @@ impl Tree {
             device, scratch, ..
         } = overlaps;
         scratch.begin();
-        self.walk(query, device, scratch);
+        let mut chain = std::mem::take(&mut scratch.chain);
+        let mut query = Query {
+            local_hashes: query,
+            chain: &mut chain,
+        };
+        self.walk(&mut query, device, scratch);
+        scratch.chain = chain;
         if !scratch.lower.is_empty() || !scratch.coarse.is_empty() {
             self.finish(overlaps);
         }
@@ -73,15 +87,14 @@ impl Tree {
         overlaps.scratch = scratch;
     }
 
-    fn walk(&self, query: &[LocalBlockHash], depth: &mut [u32], scratch: &mut Scratch) {
+    fn walk(&self, query: &mut Query<'_>, depth: &mut [u32], scratch: &mut Scratch) {
         let mut at = Point::ROOT;
-        let mut before = 0_u32;
-        let mut rest = query;
-        while let Some(&next) = rest.first()
-            && let Some(id) = self.child(at, next)
+        let mut before = 0;
+        let mut next = query.at(0).and_then(|first| self.child(at, first));
+        while let Some(id) = next
             && let Some(run) = self.run(id)
         {
-            let matched = run.matched(0, rest);
+            let (matched, child) = self.follow(id, run, query, before);
             let visit = Visit {
                 run: id,
                 before,
@@ -94,12 +107,44 @@ impl Tree {
                 break;
             }
             before += u32::from(matched);
-            rest = &rest[usize::from(matched)..];
             at = Point {
                 run: id,
                 blocks: matched,
             };
+            next = child.or_else(|| self.child(at, query.at(before as usize)?));
         }
+    }
+
+    /// Counts the blocks of a run that a query matches which goes on there after `before` blocks, with the child that it
+    /// leaves by where that was the way to find out.
+    ///
+    /// The place where most prompts leave is tried first: a child that is found there proves all before it. What turns off
+    /// just there is next; all else is found by the run's end and by bisection.
+    fn follow(
+        &self,
+        id: RunId,
+        run: &Run,
+        query: &mut Query<'_>,
+        before: u32,
+    ) -> (u16, Option<RunId>) {
+        let begin = before as usize;
+        let blocks = run.hint();
+        let leaves = begin + usize::from(blocks);
+        if blocks > 0
+            && blocks < run.len()
+            && let Some(next) = query.at(leaves)
+        {
+            let child = self.child(Point { run: id, blocks }, next);
+            if child.is_some() {
+                return (blocks, child);
+            }
+            let is_before = query.at(leaves - 1) == Some(run.hash(blocks - 1, self.chunks()));
+            if is_before && run.hash(blocks, self.chunks()) != next {
+                return (blocks, None);
+            }
+        }
+        let rest = query.from(begin, usize::from(run.len()));
+        (run.matched(0, rest, self.chunks()), None)
     }
 
     /// Advances the holders of one run, telling whether any of them holds all of the matched part.
@@ -168,6 +213,30 @@ impl Tree {
             }
         }
         cover.overlap()
+    }
+}
+
+impl Query<'_> {
+    /// Returns the sequence hash of the block at `index`, `None` beyond the end.
+    fn at(&mut self, index: usize) -> Option<SequenceHash> {
+        self.reach(index + 1);
+        self.chain.get(index).copied()
+    }
+
+    /// Returns the sequence hashes of `blocks` blocks from `begin` on, fewer at the end.
+    fn from(&mut self, begin: usize, blocks: usize) -> &[SequenceHash] {
+        self.reach(begin + blocks);
+        let end = self.chain.len().min(begin + blocks);
+        &self.chain[begin..end]
+    }
+
+    fn reach(&mut self, blocks: usize) {
+        let known = self.chain.len();
+        let blocks = blocks.min(self.local_hashes.len());
+        if known < blocks {
+            let last = self.chain.last().copied().unwrap_or(SequenceHash(0));
+            last.continue_into(known, &self.local_hashes[known..blocks], self.chain);
+        }
     }
 }
 
@@ -248,5 +317,6 @@ impl Scratch {
         self.coarse.clear();
         self.lower.clear();
         self.path.clear();
+        self.chain.clear();
     }
 }

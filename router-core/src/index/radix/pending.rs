@@ -48,6 +48,14 @@ impl Pending {
         self.keys
     }
 
+    /// Estimates the memory, in bytes: what a key with its fingerprints and its hash takes.
+    pub(super) const fn bytes(&self) -> usize {
+        const KEY: usize = size_of::<EngineKey>()
+            + size_of::<LocalBlockHash>()
+            + 2 * size_of::<(u64, Tier, u64, usize)>();
+        self.keys * KEY
+    }
+
     pub(super) fn runs(&self) -> impl Iterator<Item = &PendingRun> {
         self.runs.values()
     }

@@ -1,13 +1,14 @@
-//! What a slot knows of one engine key, and its 8-byte form.
+//! What a slot knows of one engine key, and its short form.
 
-use super::node::{Location, RunId};
+use super::chunks::Place;
+use super::slot::Announced;
 use crate::index::Tier;
 
 /// A key's place and its residency in each tier; at least one tier holds it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Record {
     /// Last block of the unit.
-    pub(super) at: Location,
+    pub(super) at: Place,
     pub(super) tiers: Tiers,
 }
 
@@ -66,7 +67,7 @@ impl Residency {
 }
 
 impl Record {
-    pub(super) const fn new(at: Location) -> Self {
+    pub(super) const fn new(at: Place) -> Self {
         const NONE: Residency = Residency {
             count: 0,
             unit: 0,
@@ -104,13 +105,13 @@ impl Record {
 
 impl Verdict {
     /// Decides what a store of a key at `at` does to what is known of the key.
-    pub(super) fn of(
-        known: Option<&Record>,
-        at: Location,
-        tier: Tier,
-        unit: u32,
-        confirmed: bool,
-    ) -> Self {
+    pub(super) fn of(known: Option<&Record>, at: Place, announced: &Announced) -> Self {
+        let Announced {
+            tier,
+            unit,
+            confirmed,
+            ..
+        } = *announced;
         let Some(record) = known else {
             return Self::Place;
         };
@@ -143,53 +144,89 @@ impl Verdict {
     }
 }
 
-/// A [`Record`] in 8 bytes, when its counts are at most 7, its units are one of 1, 2, 4 and 8 and the same in every tier,
-/// and all or none of its residencies are doubted; otherwise only the place, and the mark that the rest lies aside.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Packed {
-    run: RunId,
-    offset: u16,
-    /// Bits 0-11: counts by tier, 12-13: logarithm of the unit, 14: doubted, 15: the rest lies aside.
-    state: u16,
+/// What a record says beside its place, in 5 bits, when it is one of the [`SHAPES`] and all or none of it is doubted;
+/// otherwise the mark that the rest lies aside. The default is the common case: once on the device, one block, confirmed.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Code(u8);
+
+/// A record that has a code.
+struct Shape {
+    /// Blocks of the unit, the same in each tier.
+    unit: u32,
+    /// Counts by [`Tier::index`].
+    counts: [u8; Tier::ALL.len()],
 }
 
-impl Packed {
-    const ASIDE: u16 = 1 << 15;
-    const DOUBTED: u16 = 1 << 14;
+impl Code {
+    pub(super) const BITS: u32 = 5;
+    pub(super) const MASK: u32 = (1 << Self::BITS) - 1;
+    const ASIDE: Self = Self(31);
 
-    /// Packs what fits.
-    pub(super) fn pack(record: &Record) -> Self {
-        Self {
-            run: record.at.run,
-            offset: record.at.offset,
-            state: Self::state(record).unwrap_or(Self::ASIDE),
-        }
+    pub(super) const fn from_bits(bits: u32) -> Self {
+        Self((bits & Self::MASK) as u8)
     }
 
-    pub(super) const fn at(self) -> Location {
-        Location {
-            run: self.run,
-            offset: self.offset,
+    pub(super) const fn bits(self) -> u32 {
+        self.0 as u32
+    }
+
+    /// Returns the code of a record.
+    pub(super) fn of(record: &Record) -> Self {
+        let Some((_, first)) = record.held().next() else {
+            return Self::ASIDE;
+        };
+        let alike = |held: Residency| held.unit == first.unit && held.doubted == first.doubted;
+        if !record.held().all(|(_, held)| alike(held)) {
+            return Self::ASIDE;
         }
+        let is = |shape: &Shape| {
+            let counts = shape.counts.into_iter().zip(record.tiers);
+            shape.unit == first.unit
+                && counts
+                    .into_iter()
+                    .all(|(count, held)| u32::from(count) == held.count)
+        };
+        (0_u8..)
+            .zip(&SHAPES)
+            .find(|(_, shape)| is(shape))
+            .map_or(Self::ASIDE, |(shape, _)| {
+                Self(shape + if first.doubted { DOUBTED } else { 0 })
+            })
+    }
+
+    /// Returns the code of a key that was announced once in one tier.
+    pub(super) fn once(tier: Tier, unit: u32, confirmed: bool) -> Self {
+        if tier == Tier::Device && unit == 1 && confirmed {
+            return Self::default();
+        }
+        let mut record = Record::new(Place::NONE);
+        record.tiers[tier.index()] = Residency::one(unit, confirmed);
+        Self::of(&record)
     }
 
     /// Tells whether [`unpack`](Self::unpack) knows the place only.
-    pub(super) const fn is_aside(self) -> bool {
-        self.state & Self::ASIDE != 0
+    pub(super) fn is_aside(self) -> bool {
+        self == Self::ASIDE
     }
 
-    pub(super) fn unpack(self) -> Record {
-        let mut record = Record::new(self.at());
-        if self.is_aside() {
+    /// Tells whether this is the common case.
+    pub(super) const fn is_plain(self) -> bool {
+        self.0 == 0
+    }
+
+    pub(super) fn unpack(self, at: Place) -> Record {
+        let mut record = Record::new(at);
+        let doubted = self.0 >= DOUBTED;
+        let shape = self.0 - if doubted { DOUBTED } else { 0 };
+        let Some(shape) = SHAPES.get(usize::from(shape)) else {
             return record;
-        }
-        for (tier, residency) in record.tiers.iter_mut().enumerate() {
-            let count = self.state >> (3 * tier) & 7;
+        };
+        for (held, count) in record.tiers.iter_mut().zip(shape.counts) {
             if count > 0 {
-                *residency = Residency {
+                *held = Residency {
                     count: u32::from(count),
-                    unit: 1 << (self.state >> 12 & 3),
-                    doubted: self.state & Self::DOUBTED != 0,
+                    unit: shape.unit,
+                    doubted,
                 };
             }
         }
@@ -197,26 +234,65 @@ impl Packed {
     }
 
     /// Doubts every residency; what lies aside is doubted there.
-    pub(super) const fn doubt(&mut self) {
-        if !self.is_aside() {
-            self.state |= Self::DOUBTED;
+    pub(super) fn doubted(self) -> Self {
+        if self.0 < DOUBTED {
+            Self(self.0 + DOUBTED)
+        } else {
+            self
         }
     }
+}
 
-    fn state(record: &Record) -> Option<u16> {
-        let (_, first) = record.held().next()?;
-        let unit = [1, 2, 4, 8].iter().position(|&unit| unit == first.unit)?;
-        let mut state = u16::try_from(unit).ok()? << 12;
-        if first.doubted {
-            state |= Self::DOUBTED;
+/// The records that have a code, most frequent first.
+const SHAPES: [Shape; 15] = {
+    const fn shape(unit: u32, device: u8, host: u8, external: u8, disk: u8) -> Shape {
+        Shape {
+            unit,
+            counts: [device, host, external, disk],
         }
-        for (tier, residency) in record.held() {
-            let alike = residency.unit == first.unit && residency.doubted == first.doubted;
-            if !alike || residency.count > 7 {
-                return None;
+    }
+    [
+        shape(1, 1, 0, 0, 0),
+        shape(1, 2, 0, 0, 0),
+        shape(1, 0, 1, 0, 0),
+        shape(1, 1, 1, 0, 0),
+        shape(1, 0, 0, 1, 0),
+        shape(1, 0, 0, 0, 1),
+        shape(2, 1, 0, 0, 0),
+        shape(2, 0, 1, 0, 0),
+        shape(2, 1, 1, 0, 0),
+        shape(4, 1, 0, 0, 0),
+        shape(4, 0, 1, 0, 0),
+        shape(4, 1, 1, 0, 0),
+        shape(8, 1, 0, 0, 0),
+        shape(8, 0, 1, 0, 0),
+        shape(8, 1, 1, 0, 0),
+    ]
+};
+
+/// Added to the number of a shape that is doubted.
+const DOUBTED: u8 = 15;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_code_comes_back() {
+        for bits in 0..31 {
+            let code = Code::from_bits(bits);
+            if bits < 30 {
+                let record = code.unpack(Place::new(1, 2));
+                assert!(record.is_held());
+                assert_eq!(Code::of(&record), code);
             }
-            state |= u16::try_from(residency.count).ok()? << (3 * tier.index());
         }
-        Some(state)
+        let mut odd = Record::new(Place::new(1, 2));
+        odd.tiers[0] = Residency {
+            count: 3,
+            unit: 1,
+            doubted: false,
+        };
+        assert!(Code::of(&odd).is_aside());
     }
 }

@@ -33,9 +33,9 @@ fn a_run_that_is_partly_known_counts_the_known_and_places_the_new() {
 fn a_key_announced_at_another_place_is_refused_and_changes_nothing() {
     on_every_index(|f| {
         f.store(W1, None, &[1, 2], &t(0, 8));
-        let before = f.index.stats();
+        let before = f.index.stats().blocks;
         assert_eq!(f.store(W1, None, &[2], &t(80, 4)), refused(1));
-        assert_eq!(f.index.stats(), before);
+        assert_eq!(f.index.stats().blocks, before);
         assert_eq!(f.blocks(W1, &t(80, 4)), 0);
         assert_eq!(f.blocks(W1, &t(0, 8)), 2);
         // One removal is enough: the refused announcement did not count.
@@ -71,7 +71,7 @@ fn a_key_twice_in_one_run_is_refused_the_second_time() {
         assert_eq!(f.blocks(W1, &t(0, 12)), 2);
         assert_eq!(f.index.stats().blocks, 2);
         assert_eq!(f.remove(W1, &[2, 1]), removed(2, 0));
-        assert_eq!(f.index.stats(), IndexStats::default());
+        assert!(f.index.stats().is_empty());
     });
 }
 
@@ -204,7 +204,7 @@ fn many_slots_can_hold_one_run() {
             let left = if next.0 < 300 { next.0 % 3 + 1 } else { 0 };
             assert_eq!(f.blocks(next, &t(0, 12)), left);
         }
-        assert_eq!(f.index.stats(), IndexStats::default());
+        assert!(f.index.stats().is_empty());
     });
 }
 

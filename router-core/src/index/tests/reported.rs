@@ -9,7 +9,7 @@ fn a_cleared_slot_is_never_named_again_until_it_stores_again() {
         assert_eq!(f.store(W1, None, &[1, 2, 3], &t(0, 12)), placed(3));
         f.store(W1, Some(9), &[10], &t(90, 4));
         f.index.clear(W1, &Tier::ALL);
-        assert_eq!(f.index.stats(), IndexStats::default());
+        assert!(f.index.stats().is_empty());
         assert_eq!(f.blocks(W1, &t(0, 12)), 0);
         // The old life's keys mean nothing: neither as a parent nor to a removal.
         assert_eq!(f.store(W1, Some(3), &[4], &t(12, 4)), orphaned(1));
@@ -68,7 +68,7 @@ fn a_hole_stops_the_credit_and_storing_it_again_restores_the_run() {
         assert_eq!(f.remove(W1, &[4, 3, 1]), removed(3, 0));
         assert_eq!(f.remove(W1, &[3]), removed(0, 1));
         assert_eq!(f.blocks(W1, &t(0, 16)), 0);
-        assert_eq!(f.index.stats(), IndexStats::default());
+        assert!(f.index.stats().is_empty());
     });
 }
 

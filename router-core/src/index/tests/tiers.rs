@@ -64,7 +64,7 @@ fn clearing_one_tier_keeps_the_others() {
         // The pending run is a host one and stays; the clear of the host tier takes it.
         assert_eq!(f.index.stats().orphans, 1);
         f.index.clear(W1, &[Tier::Host]);
-        assert_eq!(f.index.stats(), IndexStats::default());
+        assert!(f.index.stats().is_empty());
     });
 }
 

@@ -120,10 +120,7 @@ fn a_hole_ends_the_credit_and_filling_it_restores_the_run() {
     let report = bench.ingest("w1", Some(4), vec![remove(&[3])]);
     assert_eq!(report.skipped[&SkipReason::UnknownBlock], 1);
     assert_eq!(bench.overlap(&t(0, 16)), []);
-    assert_eq!(
-        bench.router.stats().index,
-        crate::index::IndexStats::default()
-    );
+    assert!(bench.router.stats().index.is_empty());
 }
 
 #[test]
