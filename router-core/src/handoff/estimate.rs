@@ -93,6 +93,17 @@ impl WorkerEstimate {
     }
 }
 
+/// How streams are held up, in seconds beyond their usual gap.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub(super) struct Stall {
+    /// The longest of the gaps.
+    pub(super) longest: f64,
+    /// All of them together.
+    pub(super) total: f64,
+    /// How many there are.
+    pub(super) count: u64,
+}
+
 /// How fast one worker is.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct WorkerSpeed {
@@ -129,22 +140,34 @@ impl WorkerSpeed {
         self.prefill.per_unit * queued_tokens as f64
     }
 
-    /// Returns for how long a prompt stalls streams: its longest step, as far as measured stalls agree with that.
+    /// Returns how a prompt stalls streams: once for each of its steps, as far as measured stalls agree with that.
     pub(super) fn prefill_stall(
         &self,
         input_tokens: u64,
         cached_tokens: u64,
         step_tokens: u64,
-    ) -> f64 {
-        let step = self.longest_step(input_tokens, cached_tokens, step_tokens);
-        step * self.prefill_stall.unwrap_or(1.0)
+    ) -> Stall {
+        let share = self.prefill_stall.unwrap_or(1.0);
+        let longest = self.longest_step(input_tokens, cached_tokens, step_tokens);
+        let all = self.prefill.per_unit * units(self.attention_tokens, input_tokens, cached_tokens);
+        let uncached = input_tokens.saturating_sub(cached_tokens);
+        Stall {
+            longest: share * longest,
+            total: share * all,
+            count: uncached.div_ceil(step_tokens.max(1)),
+        }
     }
 
-    /// The last full step is the longest, since its tokens attend to all before them.
+    /// Engines cut a prompt into full steps and a rest. The last full step is the longest of its kind, since its tokens attend
+    /// to all before them; the rest may be longer still, by attending to more.
     fn longest_step(&self, input_tokens: u64, cached_tokens: u64, step_tokens: u64) -> f64 {
-        let uncached = input_tokens.saturating_sub(cached_tokens);
-        let before = input_tokens - uncached.min(step_tokens);
-        self.prefill.per_unit * units(self.attention_tokens, input_tokens, before)
+        let cached = cached_tokens.min(input_tokens);
+        let rest = (input_tokens - cached) % step_tokens.max(1);
+        let before_rest = input_tokens - rest;
+        let before_last = before_rest.saturating_sub(step_tokens).max(cached);
+        let work = |to, from| units(self.attention_tokens, to, from);
+        let longest = work(before_rest, before_last).max(work(input_tokens, before_rest));
+        self.prefill.per_unit * longest
     }
 }
 
@@ -188,12 +211,16 @@ mod tests {
     fn a_prompt_stalls_streams_for_its_longest_step() {
         let mut worker = seeded(None, 0.0);
         let stall = |worker: &WorkerEstimate, input, cached| {
-            worker.known().unwrap().prefill_stall(input, cached, 2_000)
+            let known = worker.known().unwrap();
+            known.prefill_stall(input, cached, 2_000).longest
         };
         assert_close(stall(&worker, 500, 0), 0.5);
         assert_close(stall(&worker, 9_000, 0), 2.0);
         assert_close(stall(&worker, 9_000, 8_900), 0.1);
         assert_close(stall(&worker, 9_000, 10_000), 0.0);
+        let whole = worker.known().unwrap().prefill_stall(9_000, 0, 2_000);
+        assert_close(whole.total, 9.0);
+        assert_eq!(whole.count, 5);
         for _ in 0..3 {
             worker.observe_gap(Duration::from_millis(100), GapCause::Decode, 2_000);
         }
@@ -211,6 +238,18 @@ mod tests {
             worker.known().unwrap().transfer_stall.unwrap(),
             0.4 / 8_000.0,
         );
+    }
+
+    #[test]
+    fn a_rest_that_attends_to_more_is_the_longest_step() {
+        let stall = |attention, input| {
+            let known = seeded(attention, 0.0).known().unwrap();
+            known.prefill_stall(input, 0, 2_000).longest
+        };
+        assert_close(stall(None, 3_900), 2.0);
+        // 2,000 + 2,000² ÷ 10,000 = 2,400; 1,900 + (3,900² − 2,000²) ÷ 10,000 = 3,021.
+        assert_close(stall(Some(10_000.0), 3_900), 3.021);
+        assert_close(stall(Some(10_000.0), 2_000), 2.4);
     }
 
     #[test]

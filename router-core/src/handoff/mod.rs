@@ -5,16 +5,20 @@
 //!
 //! * on one worker, the first token comes after `queue + prefill`;
 //! * on two, after `queue + prefill + fixed + bytes ÷ (throughput of that link, shared with its other transfers)`;
-//! * a stream that decodes where a prompt is processed waits for one chunk of it, one that decodes where a cache arrives
-//!   for the engine to take it in.
+//! * a stream that decodes where a prompt is processed waits for each step of it, one that decodes where a cache arrives
+//!   once for the engine to take it in.
 //!
-//! The operator's targets weigh the two against each other: waiting one TTFT objective longer is as bad as one ITL
-//! objective more between two tokens. [`HandoffPlanner`] learns and plans; [`KvShape`] knows the bytes.
+//! The operator's targets weigh the two against each other: missing one by its half is as bad as missing the other by its
+//! half. Gaps within their target cost nothing, so streams that are served well enough are not spared at the cost of a later
+//! first token. [`HandoffPlanner`] learns and plans; [`KvShape`] knows the bytes.
 //!
 //! Nothing here has a clock or does I/O. A plan is a pure function of what was observed before, so equal histories plan
 //! alike.
 
+#[cfg(feature = "json")]
+mod attention;
 mod estimate;
+mod interference;
 mod kv_shape;
 #[cfg(feature = "json")]
 mod layers;
@@ -28,6 +32,8 @@ mod planner;
 #[cfg(test)]
 mod tests;
 
+#[cfg(feature = "json")]
+pub use attention::attention_tokens;
 pub use estimate::{GapCause, PrefillWork};
 pub use kv_shape::KvShape;
 #[cfg(feature = "json")]

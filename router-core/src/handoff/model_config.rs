@@ -84,8 +84,7 @@ impl KvShape {
                 options.tensor_parallel
             )));
         }
-        let root: Value = serde_json::from_str(config)
-            .map_err(|error| Error::invalid("model config is not JSON").with_source(error))?;
+        let root = Config::parse(config)?;
         let config = Config::new(&root)?;
         let attention = AttentionBytes::read(&config, options)?;
         let layers = layers(&config)?;
@@ -126,7 +125,12 @@ pub(super) struct Config<'a> {
 }
 
 impl<'a> Config<'a> {
-    fn new(root: &'a Value) -> Result<Self> {
+    pub(super) fn parse(config: &str) -> Result<Value> {
+        serde_json::from_str(config)
+            .map_err(|error| Error::invalid("model config is not JSON").with_source(error))
+    }
+
+    pub(super) fn new(root: &'a Value) -> Result<Self> {
         let Value::Object(outer) = root else {
             return Err(Error::invalid("model config is not a JSON object"));
         };
@@ -265,7 +269,7 @@ impl AttentionBytes {
     }
 }
 
-fn kv_heads(config: &Config<'_>) -> Result<u64> {
+pub(super) fn kv_heads(config: &Config<'_>) -> Result<u64> {
     let names = [
         "num_key_value_heads",
         "num_kv_heads",
@@ -286,7 +290,7 @@ fn kv_heads(config: &Config<'_>) -> Result<u64> {
     config.required(&ATTENTION_HEADS)
 }
 
-fn head_dim(config: &Config<'_>) -> Result<u64> {
+pub(super) fn head_dim(config: &Config<'_>) -> Result<u64> {
     if let Some(dim) = config.integer(&["head_dim", "kv_channels", "attention_head_dim"], 1)? {
         return Ok(dim);
     }

@@ -18,7 +18,7 @@ pub struct HandoffConfig {
     /// Target of the time to the first token, in seconds (default 1, above 0). Lower makes waiting dearer against gaps.
     pub ttft_objective_seconds: f64,
     /// Target of the time between two tokens of a stream, in seconds (default 0.1, above 0). Lower makes gaps dearer, and
-    /// so splits more; none lets the first token alone decide.
+    /// so splits more; none lets the first token alone decide. Gaps below it cost nothing.
     pub itl_objective_seconds: Option<f64>,
     /// Prompt tokens per second of workers that are neither seeded nor measured (default 10,000, above 0). Plans that rest
     /// on it say so.

@@ -39,7 +39,9 @@ pub struct HandoffOption {
     /// The worker or workers.
     #[serde(flatten)]
     pub route: Route,
-    /// `ttft ÷ its objective + gap ÷ its objective`; lower is better.
+    /// By how much both targets are missed, each in multiples of itself, and a tenth of the first token's time within its
+    /// target: with `t` and `g` the predictions divided by their targets, `0.1 × min(t, 1) + max(t − 1, 0)` and
+    /// `max(g − 1, 0)` for each gap that is stalled. Lower is better.
     pub cost: f64,
     /// The time to the first token.
     pub ttft: TtftTerms,
@@ -97,29 +99,16 @@ pub struct ItlTerms {
     pub gap_seconds: f64,
     /// The usual gap there.
     pub base_seconds: f64,
-    /// What this request adds to it once.
+    /// What this request adds to the longest.
     pub stall_seconds: f64,
+    /// Gaps that it makes longer: one for each step of a prompt, one for an arriving cache.
+    pub stalled_gaps: u64,
+    /// What it adds to all of them together.
+    pub total_stall_seconds: f64,
+    /// By how much the stalled gaps miss their target, in multiples of it, summed up.
+    pub missed: f64,
     /// Streams that are stalled, on all workers together.
     pub stalled_streams: u32,
-}
-
-impl ItlTerms {
-    fn add_streams(&mut self, streams: u32) {
-        self.stalled_streams = self.stalled_streams.saturating_add(streams);
-    }
-
-    /// Takes in the gap of one more worker's streams.
-    fn worsen(&mut self, base_seconds: f64, stall_seconds: f64) {
-        let gap_seconds = base_seconds + stall_seconds;
-        if gap_seconds > self.gap_seconds {
-            *self = Self {
-                gap_seconds,
-                base_seconds,
-                stall_seconds,
-                ..*self
-            };
-        }
-    }
 }
 
 /// What decided between the options.
@@ -267,87 +256,20 @@ impl Context<'_> {
         }
     }
 
-    /// Predicts the longest gap that any running stream will have because of this request.
-    fn interference(&self, prefill: usize, decode: Option<usize>) -> ItlTerms {
-        let mut terms = self.stalled_by_prompt(prefill);
-        let Some(decode) = decode else {
-            return terms;
-        };
-        let (processing, arriving) = (&self.workers[prefill], &self.workers[decode]);
-        if arriving.running_streams == 0 {
-            return terms;
-        }
-        let shared = arriving.shares_device_with(processing);
-        let prompt = if shared {
-            self.prompt_stall(prefill)
-        } else {
-            0.0
-        };
-        if !shared {
-            terms.add_streams(arriving.running_streams);
-        }
-        terms.worsen(self.gap(decode), prompt + self.transfer_stall(decode));
-        terms
-    }
-
-    /// Predicts what streams on the device of the prefill notice of the prompt.
-    fn stalled_by_prompt(&self, prefill: usize) -> ItlTerms {
-        let processing = &self.workers[prefill];
-        let stall = self.prompt_stall(prefill);
-        let mut terms = ItlTerms::default();
-        let near = if processing.device.is_some() {
-            0..self.workers.len()
-        } else {
-            prefill..prefill + 1
-        };
-        for at in near {
-            let worker = &self.workers[at];
-            if worker.running_streams > 0 && worker.shares_device_with(processing) {
-                terms.add_streams(worker.running_streams);
-                terms.worsen(self.gap(at), stall);
-            }
-        }
-        terms
-    }
-
-    fn gap(&self, at: usize) -> f64 {
-        self.speeds[at].0.gap.unwrap_or(0.0)
-    }
-
-    fn prompt_stall(&self, prefill: usize) -> f64 {
-        let worker = &self.workers[prefill];
-        let input = self.request.input_tokens;
-        self.speeds[prefill]
-            .0
-            .prefill_stall(input, worker.cached_tokens, worker.step_tokens)
-    }
-
-    fn transfer_stall(&self, decode: usize) -> f64 {
-        let moved = self
-            .request
-            .input_tokens
-            .saturating_sub(self.workers[decode].cached_tokens);
-        let per_token = self.speeds[decode]
-            .0
-            .transfer_stall
-            .unwrap_or(self.config.transfer_stall_seconds_per_token);
-        per_token * moved as f64
-    }
-
     fn weighed(&self, route: Route, ttft: TtftTerms, itl: ItlTerms) -> HandoffOption {
-        let gap = self
-            .config
-            .itl_objective_seconds
-            .map_or(0.0, |objective| itl.gap_seconds / objective);
+        let wait = ttft.total_seconds / self.config.ttft_objective_seconds;
         HandoffOption {
             route,
-            cost: ttft.total_seconds / self.config.ttft_objective_seconds + gap,
+            cost: WITHIN * wait.min(1.0) + (wait - 1.0).max(0.0) + itl.missed,
             ttft,
             itl,
         }
     }
 }
 
+/// Weight of waiting within its target. Small, so that an option that misses the other target never wins by it; not
+/// nothing, since a first token cannot come too soon. An assumption, not a measurement.
+const WITHIN: f64 = 0.1;
 /// Pairs computed one by one; above, the shortlists of both sides are crossed.
 const MAX_PAIRS: usize = 4_096;
 const SHORTLIST: usize = 64;
