@@ -11,6 +11,7 @@ pub mod fleet;
 pub mod handoff;
 pub mod metrics;
 pub mod net;
+pub mod plan;
 pub mod pool;
 pub mod proxy;
 pub mod request;

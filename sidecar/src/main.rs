@@ -4,7 +4,7 @@ use std::io::IsTerminal;
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
-use kvlane_sidecar::{demo, engine, serve};
+use kvlane_sidecar::{demo, engine, plan, serve};
 use tracing_subscriber::EnvFilter;
 
 #[derive(Parser)]
@@ -26,6 +26,8 @@ enum Command {
     Demo(demo::DemoArgs),
     /// Runs a simulated vLLM with finite KV, KV events and metrics
     Engine(engine::EngineArgs),
+    /// Prints from which prompt length and link speed on a prefill handed over to another worker pays
+    Plan(plan::PlanArgs),
 }
 
 fn main() -> ExitCode {
@@ -54,6 +56,7 @@ fn main() -> ExitCode {
             Command::Demo(args) => runtime
                 .block_on(demo::run(args))
                 .map(|()| ExitCode::SUCCESS),
+            Command::Plan(args) => plan::run(&args).map(|()| ExitCode::SUCCESS),
             Command::Engine(args) => runtime
                 .block_on(engine::run(args))
                 .map(|()| ExitCode::SUCCESS),
