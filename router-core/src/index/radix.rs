@@ -23,6 +23,7 @@
 mod check;
 mod chunks;
 mod detail;
+mod evict;
 mod holders;
 mod lookup;
 mod node;
@@ -33,7 +34,6 @@ mod table;
 mod tree;
 
 use std::collections::BTreeSet;
-use std::sync::Arc;
 use std::time::Instant;
 
 use self::chunks::Place;
@@ -48,7 +48,8 @@ use super::{
 };
 use crate::block::LocalBlockHash;
 use crate::ids::Slot;
-use crate::sync::{Mutex, RwLock};
+use crate::sync::atomic::{AtomicUsize, Ordering};
+use crate::sync::{Dense, Mutex, RwLock};
 
 /// A [`PrefixIndex`] for many workers, many prompts and many threads.
 ///
@@ -88,11 +89,11 @@ use crate::sync::{Mutex, RwLock};
 pub struct RadixIndex {
     limits: OrphanLimits,
     tree: RwLock<Tree>,
-    /// By slot index; `None` until the first store.
-    slots: RwLock<Vec<Option<SharedState>>>,
+    /// By slot index; `None` until the first store, and again once nothing is left to know.
+    slots: Dense<Mutex<Option<Box<SlotState>>>>,
+    /// Memory of the slots' states.
+    slot_bytes: AtomicUsize,
 }
-
-type SharedState = Arc<Mutex<SlotState>>;
 
 /// A store whose parent's place is known.
 #[derive(Clone, Copy, Debug)]
@@ -118,24 +119,55 @@ impl RadixIndex {
         Self {
             limits,
             tree: RwLock::new(Tree::new(max_run_blocks.clamp(1, MAX_RUN_BLOCKS))),
-            slots: RwLock::default(),
+            slots: Dense::new(),
+            slot_bytes: AtomicUsize::new(0),
         }
     }
 
-    /// Returns the state of a slot that stored something before.
-    fn known(&self, slot: Slot) -> Option<SharedState> {
-        self.slots.read().get(slot.index()).cloned().flatten()
+    /// Dates what is used, so that [`shrink_to`](Self::shrink_to) knows what was used least recently. Costs a write for
+    /// each run that a lookup passes for the first time in a while.
+    #[must_use]
+    pub fn dating_uses(self) -> Self {
+        self.tree.write().date_uses();
+        self
     }
 
-    fn state(&self, slot: Slot) -> SharedState {
-        if let Some(state) = self.known(slot) {
-            return state;
+    /// Acts on the state of a slot; `None` when it has none.
+    fn with_state<T>(&self, slot: u16, act: impl FnOnce(&mut SlotState) -> T) -> Option<T> {
+        let mut state = self.slots.at(slot.into())?.lock();
+        state.is_some().then(|| self.act(&mut state, act))
+    }
+
+    /// Acts on the state of a slot, which it gets if it has none.
+    fn with_new_state<T>(&self, slot: u16, act: impl FnOnce(&mut SlotState) -> T) -> Option<T> {
+        let mut state = self.slots.at(slot.into())?.lock();
+        Some(self.act(&mut state, act))
+    }
+
+    fn act<T>(
+        &self,
+        place: &mut Option<Box<SlotState>>,
+        act: impl FnOnce(&mut SlotState) -> T,
+    ) -> T {
+        let bytes =
+            |place: &Option<Box<SlotState>>| place.as_ref().map_or(0, |state| state.bytes());
+        let before = bytes(place);
+        let state = place.get_or_insert_default();
+        let result = act(state);
+        if state.is_vacant() {
+            *place = None;
         }
-        let mut slots = self.slots.write();
-        if slots.len() <= slot.index() {
-            slots.resize(slot.index() + 1, None);
-        }
-        slots[slot.index()].get_or_insert_default().clone()
+        let after = bytes(place);
+        // One after the other, since a sum of both would wrap.
+        self.slot_bytes.fetch_add(after, Ordering::Relaxed);
+        self.slot_bytes.fetch_sub(before, Ordering::Relaxed);
+        result
+    }
+
+    /// Returns the slots that may have a state.
+    fn slot_ids(&self) -> impl Iterator<Item = u16> {
+        let places = self.slots.pieces().map(<[_]>::len).sum::<usize>();
+        (0..=u16::MAX).take(places)
     }
 
     /// Applies a store in two steps: change the tree, looking the keys up on the way, and enter the keys. Tells what became of each key
@@ -269,6 +301,112 @@ impl RadixIndex {
         self.give_up(slot, state, released);
     }
 
+    fn store_run(
+        &self,
+        slot: u16,
+        state: &mut SlotState,
+        run: &StoredRun<'_>,
+        now: Instant,
+    ) -> StoreOutcome {
+        let mut outcome = StoreOutcome {
+            dropped: state.pending.expire(now, self.limits.max_age),
+            ..StoreOutcome::default()
+        };
+        // First of all, so that what the keys need travels while the parent is looked for.
+        let steps = state.steps(run.keys);
+        let parent = run.parent.map(|parent| (parent, state.place(parent)));
+        if let Some((parent, None)) = parent {
+            state.finish(steps);
+            keep_pending(state, parent, run, now, self.limits, &mut outcome);
+            return outcome;
+        }
+        let store = Placeable {
+            parent: parent.and_then(|(_, place)| place),
+            keys: run.keys,
+            local_hashes: run.local_hashes,
+            announced: Announced::new(run.tier, run.blocks_per_key, true),
+        };
+        let mut ready = BTreeSet::new();
+        let tell = |_, verdict| match verdict {
+            Verdict::Place | Verdict::Move => outcome.placed += 1,
+            Verdict::Repeat | Verdict::Replace | Verdict::Ignore => outcome.repeated += 1,
+            Verdict::Refuse => outcome.refused += 1,
+        };
+        self.apply(slot, state, &store, steps, &mut ready, tell);
+        if !ready.is_empty() {
+            self.attach(slot, state, ready, &mut outcome);
+        }
+        outcome
+    }
+
+    fn touch_keys(
+        &self,
+        slot: u16,
+        state: &mut SlotState,
+        keys: &[EngineKey],
+        tier: Tier,
+    ) -> StoreOutcome {
+        let mut outcome = StoreOutcome::default();
+        for key in keys {
+            match state.touch(key, tier) {
+                None => outcome.refused += 1,
+                Some(None) => outcome.repeated += 1,
+                Some(Some(unit)) => {
+                    outcome.placed += 1;
+                    let mut tree = self.tree.write();
+                    let at = tree.locate(unit.at);
+                    let view = tree.view(slot, at.run);
+                    let was_held = view.holds(tier, unit.blocks, at.offset);
+                    if !was_held {
+                        tree.hold(slot, Span::one(at, tier, unit.blocks));
+                    }
+                    drop(tree);
+                    state.acquire(unit, was_held);
+                }
+            }
+        }
+        outcome
+    }
+
+    fn remove_keys(
+        &self,
+        slot: u16,
+        state: &mut SlotState,
+        keys: &[EngineKey],
+        tier: Tier,
+    ) -> RemoveOutcome {
+        let mut outcome = RemoveOutcome::default();
+        state.prefetch(keys);
+        let mut released = Vec::with_capacity(keys.len());
+        for key in keys {
+            let taken = state.take(key, tier, &mut released).is_some();
+            if taken || (!state.pending.is_empty() && state.pending.remove(key, tier)) {
+                outcome.removed += 1;
+            } else {
+                outcome.unknown += 1;
+            }
+        }
+        self.give_up(slot, state, released);
+        outcome
+    }
+
+    fn clear_tiers(&self, slot: u16, state: &mut SlotState, tiers: &[Tier]) {
+        if Tier::ALL.iter().all(|tier| tiers.contains(tier)) {
+            let chunks = state.drain();
+            let runs = self.tree.read().runs_of(&chunks);
+            // Piece by piece, so that lookups get their turn.
+            for runs in runs.chunks(RUNS_CLEARED_AT_ONCE) {
+                self.tree.write().unhold_runs(slot, runs);
+            }
+            return;
+        }
+        state.pending.retain(|run| !tiers.contains(&run.tier));
+        let mut released = Vec::new();
+        state.drop_residency(|_, tier, _| tiers.contains(&tier), &mut released);
+        released.sort_unstable();
+        self.give_up(slot, state, released);
+    }
+
     /// Takes units that keys gave up out of the tree, unless another key holds them.
     fn give_up(&self, slot: u16, state: &mut SlotState, mut released: Vec<Unit>) {
         if released.is_empty() {
@@ -283,134 +421,59 @@ impl RadixIndex {
 
 impl PrefixIndex for RadixIndex {
     fn store(&self, slot: Slot, run: &StoredRun<'_>, now: Instant) -> StoreOutcome {
-        let mut outcome = StoreOutcome::default();
-        let Some(id) = slot_id(slot).filter(|_| run.is_well_formed()) else {
-            outcome.refused = run.keys.len();
-            return outcome;
-        };
-        if run.keys.is_empty() {
-            return outcome;
-        }
-        let state = self.state(slot);
-        let mut state = state.lock();
-        outcome.dropped = state.pending.expire(now, self.limits.max_age);
-        // First of all, so that what the keys need travels while the parent is looked for.
-        let steps = state.steps(run.keys);
-        let parent = match run.parent {
+        let id = slot_id(slot).filter(|_| run.is_well_formed());
+        let outcome = match id {
+            Some(_) if run.keys.is_empty() => Some(StoreOutcome::default()),
+            Some(id) => self.with_new_state(id, |state| self.store_run(id, state, run, now)),
             None => None,
-            Some(parent) => match state.place(parent) {
-                Some(place) => Some(place),
-                None => {
-                    keep_pending(&mut state, parent, run, now, self.limits, &mut outcome);
-                    return outcome;
-                }
-            },
         };
-        let store = Placeable {
-            parent,
-            keys: run.keys,
-            local_hashes: run.local_hashes,
-            announced: Announced::new(run.tier, run.blocks_per_key, true),
-        };
-        let mut ready = BTreeSet::new();
-        let tell = |_, verdict| match verdict {
-            Verdict::Place | Verdict::Move => outcome.placed += 1,
-            Verdict::Repeat | Verdict::Replace | Verdict::Ignore => outcome.repeated += 1,
-            Verdict::Refuse => outcome.refused += 1,
-        };
-        self.apply(id, &mut state, &store, steps, &mut ready, tell);
-        if !ready.is_empty() {
-            self.attach(id, &mut state, ready, &mut outcome);
-        }
-        outcome
+        outcome.unwrap_or_else(|| StoreOutcome {
+            refused: run.keys.len(),
+            ..StoreOutcome::default()
+        })
     }
 
     fn touch(&self, slot: Slot, keys: &[EngineKey], tier: Tier) -> StoreOutcome {
-        let mut outcome = StoreOutcome::default();
-        let (Some(id), Some(state)) = (slot_id(slot), self.known(slot)) else {
-            outcome.refused = keys.len();
-            return outcome;
-        };
-        let mut state = state.lock();
-        for key in keys {
-            match state.touch(key, tier) {
-                None => outcome.refused += 1,
-                Some(None) => outcome.repeated += 1,
-                Some(Some(unit)) => {
-                    outcome.placed += 1;
-                    let mut tree = self.tree.write();
-                    let at = tree.locate(unit.at);
-                    let view = tree.view(id, at.run);
-                    let was_held = view.holds(tier, unit.blocks, at.offset);
-                    if !was_held {
-                        tree.hold(id, Span::one(at, tier, unit.blocks));
-                    }
-                    drop(tree);
-                    state.acquire(unit, was_held);
-                }
-            }
-        }
-        outcome
+        let outcome = slot_id(slot)
+            .and_then(|id| self.with_state(id, |state| self.touch_keys(id, state, keys, tier)));
+        outcome.unwrap_or_else(|| StoreOutcome {
+            refused: keys.len(),
+            ..StoreOutcome::default()
+        })
     }
 
     fn remove(&self, slot: Slot, keys: &[EngineKey], tier: Tier) -> RemoveOutcome {
-        let mut outcome = RemoveOutcome::default();
-        let (Some(id), Some(state)) = (slot_id(slot), self.known(slot)) else {
-            outcome.unknown = keys.len();
-            return outcome;
-        };
-        let mut state = state.lock();
-        state.prefetch(keys);
-        let mut released = Vec::with_capacity(keys.len());
-        for key in keys {
-            let taken = state.take(key, tier, &mut released).is_some();
-            if taken || (!state.pending.is_empty() && state.pending.remove(key, tier)) {
-                outcome.removed += 1;
-            } else {
-                outcome.unknown += 1;
-            }
-        }
-        self.give_up(id, &mut state, released);
-        outcome
+        let outcome = slot_id(slot)
+            .and_then(|id| self.with_state(id, |state| self.remove_keys(id, state, keys, tier)));
+        outcome.unwrap_or_else(|| RemoveOutcome {
+            unknown: keys.len(),
+            ..RemoveOutcome::default()
+        })
     }
 
     fn clear(&self, slot: Slot, tiers: &[Tier]) {
-        let (Some(id), Some(state)) = (slot_id(slot), self.known(slot)) else {
-            return;
-        };
-        let mut state = state.lock();
-        if Tier::ALL.iter().all(|tier| tiers.contains(tier)) {
-            let runs = self.tree.read().runs_of(&state.drain());
-            // Piece by piece, so that lookups get their turn.
-            for runs in runs.chunks(RUNS_CLEARED_AT_ONCE) {
-                self.tree.write().unhold_runs(id, runs);
-            }
-            return;
-        }
-        state.pending.retain(|run| !tiers.contains(&run.tier));
-        let mut released = Vec::new();
-        state.drop_residency(|_, tier, _| tiers.contains(&tier), &mut released);
-        released.sort_unstable();
-        self.give_up(id, &mut state, released);
+        let Some(id) = slot_id(slot) else { return };
+        self.with_state(id, |state| self.clear_tiers(id, state, tiers));
     }
 
     fn demote(&self, slot: Slot) {
-        if let Some(state) = self.known(slot) {
-            state.lock().doubt();
+        if let Some(id) = slot_id(slot) {
+            self.with_state(id, SlotState::doubt);
         }
     }
 
     fn drop_demoted(&self, slot: Slot) -> usize {
-        let (Some(id), Some(state)) = (slot_id(slot), self.known(slot)) else {
-            return 0;
-        };
-        let mut state = state.lock();
-        state.pending.retain(|run| run.confirmed);
-        let mut released = Vec::new();
-        let keys = state.drop_residency(|_, _, held| held.doubted, &mut released);
-        released.sort_unstable();
-        self.give_up(id, &mut state, released);
-        keys
+        let dropped = slot_id(slot).and_then(|id| {
+            self.with_state(id, |state| {
+                state.pending.retain(|run| run.confirmed);
+                let mut released = Vec::new();
+                let keys = state.drop_residency(|_, _, held| held.doubted, &mut released);
+                released.sort_unstable();
+                self.give_up(id, state, released);
+                keys
+            })
+        });
+        dropped.unwrap_or(0)
     }
 
     fn overlap(&self, local_hashes: &[LocalBlockHash], overlaps: &mut Overlaps) {
@@ -418,30 +481,29 @@ impl PrefixIndex for RadixIndex {
     }
 
     fn expect_keys(&self, slot: Slot, keys: usize) {
-        if slot_id(slot).is_some() {
-            self.state(slot).lock().expect_keys(keys);
+        if let Some(id) = slot_id(slot) {
+            self.with_new_state(id, |state| state.expect_keys(keys));
         }
     }
 
     fn slot_blocks(&self, slot: Slot) -> TierBlocks {
-        self.known(slot)
-            .map_or_else(TierBlocks::default, |state| state.lock().blocks())
+        slot_id(slot)
+            .and_then(|id| self.with_state(id, |state| state.blocks()))
+            .unwrap_or_default()
     }
 
     fn stats(&self) -> IndexStats {
-        let slots = self.slots.read().clone();
-        let states = slots.iter().flatten();
-        let sizes = states.map(|state| {
-            let state = state.lock();
-            (state.pending.keys(), state.bytes())
-        });
-        let (orphans, bytes) = sizes.fold((0, 0), |all, one| (all.0 + one.0, all.1 + one.1));
+        let pending = self
+            .slot_ids()
+            .filter_map(|slot| self.with_state(slot, |state| state.pending.keys()));
+        let orphans = pending.sum();
+        let bytes = self.bytes();
         let tree = self.tree.read();
         IndexStats {
             blocks: tree.blocks(),
             nodes: tree.nodes(),
             orphans,
-            bytes: bytes + tree.bytes(),
+            bytes,
         }
     }
 }

@@ -2,6 +2,7 @@
 //!
 //! `t(a, n)` are the tokens a, a + 1, ... (n of them); blocks have 4 tokens unless a test says otherwise.
 
+mod budget;
 mod doubt;
 mod orphans;
 mod places;

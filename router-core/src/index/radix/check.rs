@@ -9,6 +9,7 @@ use super::node::{ROOT, Run, RunId};
 use super::slot::{SlotState, Unit, units};
 use super::tree::{Tree, View};
 use crate::index::{Tier, TierBlocks};
+use crate::sync::atomic::Ordering;
 
 impl RadixIndex {
     /// Checks the index from inside; no other thread may be writing.
@@ -17,7 +18,6 @@ impl RadixIndex {
     /// With the broken rule, when there is one.
     #[doc(hidden)]
     pub fn assert_invariants(&self) {
-        let slots = self.slots.read();
         let tree = self.tree.read();
         let mut expected = 0;
         for (id, run) in tree.runs() {
@@ -37,11 +37,18 @@ impl RadixIndex {
         check_forks(&tree);
         check_details(&tree);
         let mut held = held_units(&tree);
-        for (slot, state) in (0_u16..).zip(slots.iter()) {
-            let Some(state) = state else { continue };
-            let state = state.lock();
-            check_slot(&tree, slot, &state, held.remove(&slot).unwrap_or_default());
+        let mut bytes = 0;
+        for slot in self.slot_ids() {
+            self.with_state(slot, |state| {
+                bytes += state.bytes();
+                check_slot(&tree, slot, state, held.remove(&slot).unwrap_or_default());
+            });
         }
+        assert_eq!(
+            self.slot_bytes.load(Ordering::Relaxed),
+            bytes,
+            "memory of slots"
+        );
         assert!(held.is_empty(), "slots without state hold {held:?}");
     }
 }

@@ -95,6 +95,7 @@ impl Tree {
             && let Some(run) = self.run(id)
         {
             let (matched, child) = self.follow(id, run, query, before);
+            self.note_use(id);
             let visit = Visit {
                 run: id,
                 before,

@@ -3,6 +3,7 @@
 use super::chunks::{CHUNK_BLOCKS, ChunkId, Chunks, Owner, Place};
 use super::holders::Holders;
 use crate::block::SequenceHash;
+use crate::sync::atomic::{AtomicU32, Ordering};
 
 /// Index of a run in the tree's slab; reused after the run is gone.
 pub(super) type RunId = u32;
@@ -73,6 +74,8 @@ pub(super) struct Run {
     chunks: Vec<ChunkId>,
     /// How many children leave after so many blocks; sorted by the number of blocks, each at least 1.
     forks: Vec<(u16, u32)>,
+    /// When a store or a lookup last came by, by the tree's clock; kept where memory is bounded.
+    used: AtomicU32,
 }
 
 impl Run {
@@ -88,6 +91,18 @@ impl Run {
             holders: Holders::default(),
             chunks: Vec::new(),
             forks: Vec::new(),
+            used: AtomicU32::new(0),
+        }
+    }
+
+    pub(super) fn used(&self) -> u32 {
+        self.used.load(Ordering::Relaxed)
+    }
+
+    /// Notes a use; writes only when that is news, since readers share the line.
+    pub(super) fn note_use(&self, now: u32) {
+        if self.used() != now {
+            self.used.store(now, Ordering::Relaxed);
         }
     }
 

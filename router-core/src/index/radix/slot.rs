@@ -178,11 +178,20 @@ impl SlotState {
 
     /// Returns the memory of the maps, in bytes; estimated for all but the compact one.
     pub(super) fn bytes(&self) -> usize {
-        self.ints.bytes()
+        size_of::<Self>()
+            + self.ints.bytes()
             + self.others.allocation_size()
             + self.aside.allocation_size()
             + self.shared.allocation_size()
             + self.pending.bytes()
+    }
+
+    /// Tells whether there is nothing to know of the slot.
+    pub(super) fn is_vacant(&self) -> bool {
+        self.ints.is_empty()
+            && self.ints.expected() == 0
+            && self.others.is_empty()
+            && self.pending.is_empty()
     }
 
     /// Makes room for more keys of the kind of `like`.
@@ -439,6 +448,14 @@ impl SlotState {
         shrink(&mut self.others);
         shrink(&mut self.aside);
         shrink(&mut self.shared);
+    }
+
+    /// Gives all idle room back.
+    pub(super) fn fit(&mut self) {
+        self.ints.fit();
+        self.others.shrink_to_fit();
+        self.aside.shrink_to_fit();
+        self.shared.shrink_to_fit();
     }
 
     /// Forgets everything but what is expected, returning the chunks that the slot held something of.

@@ -57,6 +57,10 @@ impl Default for KeyTable {
 }
 
 impl KeyTable {
+    pub(super) const fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
     pub(super) const fn expected(&self) -> usize {
         self.expected
     }
@@ -178,6 +182,16 @@ impl KeyTable {
         } else if self.len < room(self.buckets.len()) / 3 && self.buckets.len() > SMALL {
             self.steady = true;
             self.resize(self.len + self.len / 8);
+        }
+    }
+
+    /// Gives all idle room back, and forgets what was expected.
+    pub(super) fn fit(&mut self) {
+        self.expected = 0;
+        self.steady = true;
+        let keys = self.len + self.len / 8;
+        if keys < room(self.buckets.len()) {
+            self.resize(keys);
         }
     }
 

@@ -8,6 +8,7 @@ use hashbrown::{DefaultHashBuilder, HashMap, HashTable};
 
 use super::chunks::{CHUNK_BLOCKS, ChunkId, Chunks, Place};
 use super::detail::Detail;
+use super::evict::STORES_A_TICK;
 use super::holders::Mark;
 use super::node::{Location, Point, ROOT, Run, RunId, as_offset};
 use super::slot::Unit;
@@ -34,8 +35,16 @@ pub(super) struct Tree {
     /// Slots in use: one more than the highest that ever held something.
     slots: usize,
     max_run_blocks: u16,
+    /// Steps every few stores; `None` where nobody asks what was used when.
+    clock: Option<Clock>,
     spare_chain: Vec<SequenceHash>,
     spare_segments: Vec<Segment>,
+}
+
+#[derive(Clone, Copy, Debug, Default)]
+struct Clock {
+    now: u32,
+    stores: u32,
 }
 
 /// Blocks of one run that a path passes.
@@ -78,6 +87,7 @@ impl Tree {
             run_bytes: 0,
             slots: 0,
             max_run_blocks,
+            clock: None,
             spare_chain: Vec::new(),
             spare_segments: Vec::new(),
         }
@@ -149,6 +159,7 @@ impl Tree {
     /// Chains `hashes` onto the path that ends at `point`, finds the blocks, creating those that do not exist, and returns
     /// where they lie.
     pub(super) fn extend(&mut self, point: Point, hashes: &[LocalBlockHash]) -> Vec<Segment> {
+        self.tick();
         let chain = self.chain(point, hashes);
         let mut segments = std::mem::take(&mut self.spare_segments);
         let mut at = point;
@@ -174,6 +185,7 @@ impl Tree {
                 };
                 continue;
             };
+            self.note_use(at.run);
             push_segment(&mut segments, at, blocks);
             at.blocks += blocks;
             rest = &rest[usize::from(blocks)..];
@@ -182,6 +194,30 @@ impl Tree {
             self.spare_chain = chain;
         }
         segments
+    }
+
+    /// Dates uses from now on.
+    pub(super) fn date_uses(&mut self) {
+        self.clock.get_or_insert_default();
+    }
+
+    /// Notes that a run was used.
+    pub(super) fn note_use(&self, id: RunId) {
+        if let (Some(clock), Some(run)) = (self.clock, self.run(id)) {
+            run.note_use(clock.now);
+        }
+    }
+
+    fn tick(&mut self) {
+        if let Some(clock) = &mut self.clock {
+            clock.stores += 1;
+            if clock.stores == STORES_A_TICK {
+                *clock = Clock {
+                    now: clock.now.saturating_add(1),
+                    stores: 0,
+                };
+            }
+        }
     }
 
     /// Takes the memory of segments back for the next store.
@@ -345,7 +381,7 @@ impl Tree {
         needed
     }
 
-    fn held_blocks(&self, run: RunId, slot: u16, mark: Mark) -> u16 {
+    pub(super) fn held_blocks(&self, run: RunId, slot: u16, mark: Mark) -> u16 {
         if mark.is_detailed() {
             self.details.get(&(run, slot)).map_or(0, Detail::last_end)
         } else {

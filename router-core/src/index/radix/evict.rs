@@ -1,0 +1,159 @@
+//! Forgetting what was used least recently, where memory is bounded.
+//!
+//! To forget a block is always safe: it is credited to nobody, its later removal is unknown, and what is stored on top of
+//! it waits as an orphan.
+
+use std::cmp::Reverse;
+
+use super::RadixIndex;
+use super::chunks::{CHUNK_BLOCKS, ChunkId};
+use super::node::{Run, RunId};
+use super::tree::Tree;
+use crate::sync::atomic::Ordering;
+
+/// Chunks of the runs that are to go.
+#[derive(Debug, Default)]
+struct Victims(Vec<u64>);
+
+impl RadixIndex {
+    /// Forgets the least recently used blocks until about `bytes` are left, and returns how many keys went.
+    ///
+    /// Pending runs go first, oldest first, since they are credited to nobody. Then runs go by when a store or a lookup
+    /// last came by, to the accuracy of [`STORES_A_TICK`] stores; a run never goes before its children. Cost: a pass over
+    /// all runs and all keys of every slot, so bound well below what is kept; tables are cut to what they then hold.
+    pub fn shrink_to(&self, bytes: usize) -> usize {
+        let mut gone = self.drop_pending(bytes);
+        for _ in 0..MAX_ROUNDS {
+            let excess = self.bytes().saturating_sub(bytes);
+            if excess == 0 {
+                break;
+            }
+            let victims = self.tree.read().victims(excess);
+            if victims.0.is_empty() {
+                break;
+            }
+            gone += self.forget(&victims);
+        }
+        gone
+    }
+
+    /// Returns the memory of the index in bytes: exact for blocks and for integer keys, estimated for what is rare.
+    #[must_use]
+    pub fn bytes(&self) -> usize {
+        self.slot_bytes.load(Ordering::Relaxed) + self.tree.read().bytes()
+    }
+
+    fn drop_pending(&self, bytes: usize) -> usize {
+        let mut gone = 0;
+        for slot in self.slot_ids() {
+            if self.bytes() <= bytes {
+                break;
+            }
+            self.with_state(slot, |state| {
+                let half = state.pending.keys() / 2;
+                gone += state.pending.shrink_to(half);
+            });
+        }
+        gone
+    }
+
+    fn forget(&self, victims: &Victims) -> usize {
+        let mut gone = 0;
+        for slot in self.slot_ids() {
+            self.with_state(slot, |state| {
+                let mut released = Vec::new();
+                let goes = |place: super::Place| victims.contains(place.chunk());
+                gone += state.drop_residency(|place, _, _| goes(place), &mut released);
+                if !released.is_empty() {
+                    released.sort_unstable();
+                    self.give_up(slot, state, released);
+                    state.fit();
+                }
+            });
+        }
+        gone
+    }
+}
+
+impl Tree {
+    /// Chooses runs whose memory makes up for `excess` bytes.
+    fn victims(&self, excess: usize) -> Victims {
+        let mut runs: Vec<_> = self
+            .uses()
+            .into_iter()
+            .map(|(id, used)| (used, Reverse(self.run(id).map_or(0, |run| run.depth)), id))
+            .collect();
+        runs.sort_unstable();
+        let mut victims = Victims::default();
+        let mut bytes = 0;
+        for (_, _, id) in runs {
+            let Some(run) = self.run(id) else { continue };
+            if bytes >= excess {
+                break;
+            }
+            bytes += self.cost(id, run);
+            victims.add(run.chunks());
+        }
+        victims
+    }
+
+    /// Returns for each run when it or anything below it was last used.
+    fn uses(&self) -> Vec<(RunId, u32)> {
+        let mut uses: Vec<Option<u32>> = Vec::new();
+        for (id, run) in self.runs() {
+            uses.resize(id as usize + 1, None);
+            uses[id as usize] = Some(run.used());
+        }
+        for (id, run) in self.runs() {
+            let used = uses[id as usize];
+            let mut parent = run.origin.run;
+            // Once an ancestor is as young, so are all above it.
+            while let Some(above) = uses.get_mut(parent as usize)
+                && *above < used
+            {
+                *above = used;
+                parent = self.run(parent).map_or(RunId::MAX, |run| run.origin.run);
+            }
+        }
+        (0..)
+            .zip(uses)
+            .filter_map(|(id, used)| Some((id, used?)))
+            .collect()
+    }
+
+    /// Estimates the memory that a run takes with the keys of all who hold it.
+    fn cost(&self, id: RunId, run: &Run) -> usize {
+        let mut keys = 0;
+        run.holders.for_each(|slot, mark| {
+            keys += usize::from(self.held_blocks(id, slot, mark));
+        });
+        let chunks = run.chunks().len() * CHUNK_BLOCKS * size_of::<u64>();
+        size_of::<Run>() + run.bytes() + chunks + keys * KEY_BYTES
+    }
+}
+
+impl Victims {
+    fn add(&mut self, chunks: &[ChunkId]) {
+        for &chunk in chunks {
+            let word = chunk as usize / 64;
+            if self.0.len() <= word {
+                self.0.resize(word + 1, 0);
+            }
+            self.0[word] |= 1 << (chunk % 64);
+        }
+    }
+
+    fn contains(&self, chunk: ChunkId) -> bool {
+        let word = self.0.get(chunk as usize / 64);
+        word.is_some_and(|word| word >> (chunk % 64) & 1 == 1)
+    }
+}
+
+/// Stores between two steps of the clock that uses are dated by: coarse, so that lookups seldom write.
+pub(super) const STORES_A_TICK: u32 = 64;
+
+/// What a key takes in a table that is neither full nor empty.
+const KEY_BYTES: usize = 15;
+
+/// Estimates are corrected by looking again, this often at most.
+const MAX_ROUNDS: u32 = 8;
