@@ -34,21 +34,19 @@ impl Fixed64 {
     /// Hashes 16 words as if each were four little-endian bytes.
     #[inline]
     pub(super) fn hash_words(self, words: &[u32; 16]) -> u64 {
-        let pair = |at: usize| u64::from(words[2 * at]) | u64::from(words[2 * at + 1]) << 32;
-        self.hash([0, 1, 2, 3, 4, 5, 6, 7].map(pair))
+        self.hash(|at| u64::from(words[2 * at]) | u64::from(words[2 * at + 1]) << 32)
     }
 
     /// Hashes 64 bytes.
     #[inline]
     pub(super) fn hash_bytes(self, bytes: &[u8; 64]) -> u64 {
         let (words, _) = bytes.as_chunks::<8>();
-        let word = |at: usize| u64::from_le_bytes(words[at]);
-        self.hash([0, 1, 2, 3, 4, 5, 6, 7].map(word))
+        self.hash(|at| u64::from_le_bytes(words[at]))
     }
 
-    #[inline]
-    fn hash(self, input: [u64; 8]) -> u64 {
-        let mix = |at: usize| fold(input[at] ^ self.keys[at], input[at + 1] ^ self.keys[at + 1]);
+    #[inline(always)]
+    fn hash(self, input: impl Fn(usize) -> u64) -> u64 {
+        let mix = |at: usize| fold(input(at) ^ self.keys[at], input(at + 1) ^ self.keys[at + 1]);
         let sum = (64u64.wrapping_mul(PRIME64_1))
             .wrapping_add(mix(0))
             .wrapping_add(mix(2))

@@ -111,9 +111,8 @@ impl Columns {
         depths: &Depths<'_>,
     ) {
         (self.first, self.slots) = (first, slots);
-        self.counts.clear();
+        // Every place is written below.
         self.counts.resize(COLUMNS * slots, 0);
-        self.prefill.clear();
         self.prefill.resize(slots, 0.0);
         self.fill_depths(depths);
         self.fill_rows(rows);
@@ -136,7 +135,9 @@ impl Columns {
         ] {
             let values = values.get(first..).unwrap_or_default();
             let known = values.len().min(slots);
-            self.column_mut(column)[..known].copy_from_slice(&values[..known]);
+            let (held, none) = self.column_mut(column).split_at_mut(known);
+            held.copy_from_slice(&values[..known]);
+            none.fill(0);
         }
         self.tiers.clear();
         if let Some(tiers) = depths.tiers {
@@ -174,6 +175,7 @@ impl Columns {
             }
             at = end;
         }
+        flags[at..].fill(0);
     }
 
     /// Marks a slot as one of the request's list.
@@ -185,7 +187,6 @@ impl Columns {
 
     /// Prices every slot; those that are no candidates cost infinity.
     pub(crate) fn price(&self, ask: &Ask, costs: &mut Vec<f64>) {
-        costs.clear();
         if self.tiers.is_empty() {
             costs.resize(self.slots, 0.0);
             self.price_device(ask, costs);
@@ -195,6 +196,7 @@ impl Columns {
                 costs[at] *= preference;
             }
         } else {
+            costs.clear();
             costs.extend((0..self.slots).map(|at| match self.is_candidate(at, ask) {
                 true => self.breakdown(at, ask).total,
                 false => f64::INFINITY,
