@@ -7,7 +7,8 @@
 //! the blocks of a finished request tail first and evicts the least recently used.
 //!
 //! # Structure
-//! One radix tree over local hashes for all slots. Blocks lie in the edges, once, whoever holds them. A slot's share of a
+//! Prompts are dealt to shards by their first block; a shard has one radix tree for all slots, under a lock of its own, so that
+//! prompts that begin differently do not wait for each other. Blocks lie in the edges, once, whoever holds them. A slot's share of a
 //! node is a staircase: usually one stair, more when prompts of different length or TTL met there. The blocks that one
 //! placement was the last to touch form one contiguous *run* of its prompt; runs of a slot are linked by recency and each
 //! has one timer. A placement therefore costs bookkeeping per run and per node, and 8 bytes per block: 7 bytes per held block
@@ -16,30 +17,34 @@
 //!
 //! # Expiry
 //! Lookups compare deadlines, so an expired block is never credited. It leaves memory at the next
-//! [`record`](TtlIndex::record) to its slot or at the next [`expire`](TtlIndex::expire), whichever comes first: memory holds
-//! at most what expired since then. Call `expire` once a second or so; it costs one comparison per slot, plus the work of
-//! what is due.
+//! [`record`](TtlIndex::record) of a prompt of its shard to its slot, when its slot is over its capacity, or at the next
+//! [`expire`](TtlIndex::expire), whichever comes first. Call `expire` once a second or so; it costs one comparison per
+//! slot and shard, plus the work of what is due.
 //!
 //! # Consistency
-//! Every operation is atomic. A lookup that races a placement sees all of it or nothing.
+//! A lookup that races a placement sees all of it or nothing. What a slot's capacity evicts leaves after the placement that
+//! needed the room is there: a lookup between the two sees both.
 
+mod bound;
 mod slab;
+mod state;
+mod timers;
 mod tree;
 
 #[cfg(test)]
 mod tests;
 
-use std::collections::BTreeSet;
 use std::fmt;
 use std::time::Instant;
 
 use serde::Serialize;
 
-use self::slab::{NONE, Slab};
-use self::tree::{Tree, Walk};
+use self::bound::Bound;
+use self::slab::NONE;
+use self::state::State;
 use crate::block::LocalBlockHash;
 use crate::ids::Slot;
-use crate::sync::RwLock;
+use crate::sync::{Dense, RwLock, Shards};
 
 /// An index of placements with deadlines, over slots. See the [module](self) for how it works.
 ///
@@ -64,12 +69,15 @@ use crate::sync::RwLock;
 /// ```
 #[derive(Default)]
 pub struct TtlIndex {
-    state: RwLock<State>,
+    shards: Shards<RwLock<State>>,
+    bounds: Dense<Bound>,
 }
 
 /// What one [`TtlIndex::record`] did; hand it to [`TtlIndex::undo`] when the dispatch failed.
 #[derive(Debug)]
 pub struct Placement {
+    shard: u64,
+    slot: u32,
     run: u32,
     stamp: u64,
     held_blocks: u32,
@@ -110,10 +118,26 @@ impl TtlIndex {
         deadline: Instant,
         now: Instant,
     ) -> Placement {
-        if deadline <= now || local_hashes.is_empty() {
+        let (Some(first), Some(bound)) = (local_hashes.first(), self.bounds.at(slot.index()))
+        else {
+            return Placement::NOTHING;
+        };
+        if deadline <= now {
             return Placement::NOTHING;
         }
-        self.state.write().record(slot, local_hashes, deadline, now)
+        let shard = shard_of(*first);
+        let stamp = bound.next_stamp();
+        let length = local_hashes.len().min(bound.capacity());
+        let placement = self.change(shard, slot, |state| {
+            state.expire(slot.0, now);
+            let placed = state.record(slot, &local_hashes[..length], deadline, stamp);
+            Placement { shard, ..placed }
+        });
+        if bound.excess() > 0 {
+            self.expire_slot(slot, now);
+            self.evict(slot, bound);
+        }
+        placement
     }
 
     /// Takes a placement back, because the prompt never reached the slot.
@@ -144,7 +168,8 @@ impl TtlIndex {
     )]
     pub fn undo(&self, placement: Placement) {
         if placement.created_blocks() > 0 {
-            self.state.write().undo(&placement);
+            let slot = Slot(placement.slot);
+            self.change(placement.shard, slot, |state| state.undo(&placement));
         }
     }
 
@@ -154,62 +179,95 @@ impl TtlIndex {
     /// slot holds it, and per holder of each; a slot that holds none of the prompt costs four zero bytes. 0.5 µs for 256
     /// blocks among 10,000 conversations on 64 slots.
     pub fn overlap(&self, local_hashes: &[LocalBlockHash], now: Instant, depths: &mut Vec<u32>) {
-        let state = self.state.read();
         depths.clear();
-        depths.resize(state.slots.len(), 0);
-        state.tree.overlap(local_hashes, now, depths);
+        if let Some(first) = local_hashes.first() {
+            let state = self.shards.of(shard_of(*first)).read();
+            depths.resize(state.slots(), 0);
+            state.overlap(local_hashes, now, depths);
+        }
     }
 
     /// Bounds the blocks of a slot, or lifts the bound; evicts at once what is over it. A bound of 0 keeps nothing.
     ///
     /// Blocks that expired but have not left memory count until they do: call [`expire`](Self::expire) first where it matters.
     pub fn set_capacity(&self, slot: Slot, capacity_blocks: Option<usize>) {
-        let mut state = self.state.write();
-        state.slot_mut(slot).capacity = capacity_blocks;
-        state.evict(slot.0);
-        state.drop_vacant_slots();
+        if let Some(bound) = self.bounds.at(slot.index()) {
+            bound.set_capacity(capacity_blocks);
+            self.evict(slot, bound);
+        }
     }
 
     /// Returns the blocks of `slot` in memory, expired ones that have not left included.
     #[must_use]
     pub fn blocks(&self, slot: Slot) -> usize {
-        let state = self.state.read();
-        state.slots.get(slot.index()).map_or(0, |slot| slot.blocks)
+        self.bounds.get(slot.index()).map_or(0, Bound::blocks)
     }
 
     /// Drops everything of `slot`, returning its memory; the capacity bound stays.
     pub fn clear(&self, slot: Slot) {
-        let mut state = self.state.write();
-        while let Some(run) = state.oldest(slot.0) {
-            let all = state.runs[run].blocks;
-            state.release(run, all);
+        for shard in 0..SHARDS {
+            self.change(shard, slot, |state| state.clear(slot.0));
         }
-        state.drop_vacant_slots();
     }
 
     /// Drops every block whose deadline is not after `now`.
     ///
     /// Slots are taken one after the other, so that others wait for the expired blocks of one slot at most.
     pub fn expire(&self, now: Instant) {
-        let slots = self.state.read().slots.len();
-        for slot in (0..slots).filter_map(|slot| u32::try_from(slot).ok()) {
-            if self.state.read().is_due(slot, now) {
-                self.state.write().expire(slot, now);
+        for shard in 0..SHARDS {
+            let due = self.shards.of(shard).read().due(now);
+            for slot in due {
+                self.change(shard, Slot(slot), |state| state.expire(slot, now));
             }
+            self.shards.of(shard).write().drop_vacant_slots();
         }
-        self.state.write().drop_vacant_slots();
     }
 
     /// Returns the size of the index.
     #[must_use]
     pub fn stats(&self) -> TtlStats {
-        let state = self.state.read();
-        TtlStats {
-            held_blocks: state.slots.iter().map(|slot| slot.blocks).sum(),
-            blocks: state.tree.blocks(),
-            nodes: state.tree.nodes(),
-            placements: state.runs.len(),
+        let mut stats = TtlStats::default();
+        for shard in self.shards.iter() {
+            shard.read().add_to(&mut stats);
         }
+        stats
+    }
+
+    /// Drops what has expired of one slot, in every shard.
+    fn expire_slot(&self, slot: Slot, now: Instant) {
+        for shard in 0..SHARDS {
+            if self.shards.of(shard).read().is_due(slot.0, now) {
+                self.change(shard, slot, |state| state.expire(slot.0, now));
+            }
+        }
+    }
+
+    /// Evicts until the slot keeps its bound: the least recently used run first, from its tail.
+    fn evict(&self, slot: Slot, bound: &Bound) {
+        let _one_at_a_time = bound.evicting();
+        loop {
+            let excess = bound.excess();
+            let (true, Some(shard)) = (excess > 0, bound.oldest_shard()) else {
+                return;
+            };
+            self.change(shard, slot, |state| state.evict(slot.0, excess));
+        }
+    }
+
+    /// Changes what a shard has of a slot, and keeps the slot's sums.
+    fn change<T>(&self, shard: u64, slot: Slot, change: impl FnOnce(&mut State) -> T) -> T {
+        let mut state = self.shards.of(shard).write();
+        let before = state.blocks(slot.0);
+        let result = change(&mut state);
+        if let Some(bound) = self.bounds.get(slot.index()) {
+            bound.note(
+                shard,
+                before,
+                state.blocks(slot.0),
+                state.oldest_stamp(slot.0),
+            );
+        }
+        result
     }
 }
 
@@ -223,6 +281,8 @@ impl fmt::Debug for TtlIndex {
 
 impl Placement {
     const NOTHING: Self = Self {
+        shard: 0,
+        slot: 0,
         run: NONE,
         stamp: 0,
         held_blocks: 0,
@@ -236,256 +296,9 @@ impl Placement {
     }
 }
 
-/// The blocks that one placement was the last to touch: depths `end - blocks .. end` of its prompt.
-#[derive(Debug)]
-struct Run {
-    /// Distinguishes this run from others that had its number before or will have it.
-    stamp: u64,
-    /// When its timer goes off: the deadline of its last block, or an earlier time when it lost blocks since.
-    timer: Instant,
-    slot: u32,
-    /// Node that its last block lies in.
-    tail: u32,
-    end: u32,
-    blocks: u32,
-    /// Neighbours in the slot's order of recency.
-    older: u32,
-    newer: u32,
+const SHARDS: u64 = crate::sync::STRIPES as u64;
+
+/// Returns the shard of the prompts that begin with a block.
+const fn shard_of(first: LocalBlockHash) -> u64 {
+    (first.0 >> 8) % SHARDS
 }
-
-#[derive(Debug)]
-struct SlotState {
-    capacity: Option<usize>,
-    blocks: usize,
-    oldest: u32,
-    newest: u32,
-    timers: BTreeSet<(Instant, u32)>,
-}
-
-impl SlotState {
-    const VACANT: Self = Self {
-        capacity: None,
-        blocks: 0,
-        oldest: NONE,
-        newest: NONE,
-        timers: BTreeSet::new(),
-    };
-}
-
-#[derive(Debug, Default)]
-struct State {
-    tree: Tree,
-    runs: Slab<Run>,
-    slots: Vec<SlotState>,
-    last_stamp: u64,
-    /// Blocks taken over from older runs by the placement at work: (run, blocks).
-    taken: Vec<(u32, u32)>,
-}
-
-impl State {
-    fn record(
-        &mut self,
-        slot: Slot,
-        local_hashes: &[LocalBlockHash],
-        deadline: Instant,
-        now: Instant,
-    ) -> Placement {
-        self.expire(slot.0, now);
-        let capacity = self.slot_mut(slot).capacity.unwrap_or(usize::MAX);
-        let length = local_hashes.len().min(capacity).min(MAX_DEPTH);
-        self.last_stamp += 1;
-        let stamp = self.last_stamp;
-        let run = self.runs.insert(Run {
-            stamp,
-            timer: deadline,
-            slot: slot.0,
-            tail: NONE,
-            end: 0,
-            blocks: 0,
-            older: NONE,
-            newer: NONE,
-        });
-        let walk = Walk {
-            slot: slot.0,
-            run,
-            deadline,
-        };
-        let placed = self.tree.place(
-            &local_hashes[..length],
-            &walk,
-            &mut self.runs,
-            &mut self.taken,
-        );
-        if placed.end == 0 {
-            self.runs.remove(run);
-            return Placement::NOTHING;
-        }
-        let entry = &mut self.runs[run];
-        (entry.tail, entry.end, entry.blocks) = (placed.tail, placed.end, placed.end);
-        entry.timer = placed.tail_deadline;
-        self.slots[slot.index()].blocks += (placed.end - placed.held) as usize;
-        self.link_newest(run);
-        self.settle_taken();
-        self.evict(slot.0);
-        Placement {
-            run,
-            stamp,
-            held_blocks: placed.held,
-            end_blocks: placed.end,
-        }
-    }
-
-    fn undo(&mut self, placement: &Placement) {
-        let Some(run) = self.runs.get(placement.run) else {
-            return;
-        };
-        if run.stamp == placement.stamp {
-            let keep_from = placement.held_blocks.max(run.end - run.blocks);
-            let created = run.end.saturating_sub(keep_from);
-            self.release(placement.run, created);
-        }
-    }
-
-    /// Returns the state of `slot`, creating it and those before it.
-    fn slot_mut(&mut self, slot: Slot) -> &mut SlotState {
-        if self.slots.len() <= slot.index() {
-            self.slots
-                .resize_with(slot.index() + 1, || SlotState::VACANT);
-        }
-        &mut self.slots[slot.index()]
-    }
-
-    /// Forgets slots at the end that hold nothing and are not bounded.
-    fn drop_vacant_slots(&mut self) {
-        while let Some(last) = self.slots.last() {
-            if last.blocks > 0 || last.capacity.is_some() {
-                break;
-            }
-            self.slots.pop();
-        }
-        if 4 * self.slots.len() < self.slots.capacity() {
-            self.slots.shrink_to_fit();
-        }
-    }
-
-    fn oldest(&self, slot: u32) -> Option<u32> {
-        let oldest = self.slots.get(slot as usize)?.oldest;
-        (oldest != NONE).then_some(oldest)
-    }
-
-    /// Evicts until the slot keeps its bound: the least recently used run first, from its tail.
-    fn evict(&mut self, slot: u32) {
-        loop {
-            let state = &self.slots[slot as usize];
-            let excess = state
-                .blocks
-                .saturating_sub(state.capacity.unwrap_or(usize::MAX));
-            let (true, Some(run)) = (excess > 0, self.oldest(slot)) else {
-                return;
-            };
-            self.release(run, u32::try_from(excess).unwrap_or(u32::MAX));
-        }
-    }
-
-    fn is_due(&self, slot: u32, now: Instant) -> bool {
-        let slot = self.slots.get(slot as usize);
-        slot.and_then(|slot| slot.timers.first())
-            .is_some_and(|&(timer, _)| timer <= now)
-    }
-
-    /// Drops the expired blocks of `slot`.
-    ///
-    /// A timer is never late, since the last block of a run has its earliest deadline; it may be early when the run lost
-    /// blocks since it was set, and is then set again. Blocks below expired ones have expired as well and belong to older
-    /// runs, so going from the oldest due run to the newest drops tails before what they hang on.
-    fn expire(&mut self, slot: u32, now: Instant) {
-        let mut due = Vec::new();
-        while self.is_due(slot, now) {
-            due.extend(self.slots[slot as usize].timers.pop_first());
-        }
-        due.sort_unstable_by_key(|&(_, run)| self.runs[run].stamp);
-        for (_, run) in due {
-            self.expire_run(run, now);
-        }
-    }
-
-    /// Drops the expired tail of a run and sets the timer of what stays.
-    fn expire_run(&mut self, run: u32, now: Instant) {
-        while let Some(entry) = self.runs.get(run) {
-            let slot = entry.slot;
-            let tail = self.tree.last_stair(entry.tail, slot, run);
-            if tail.deadline > now {
-                self.runs[run].timer = tail.deadline;
-                self.slots[slot as usize]
-                    .timers
-                    .insert((tail.deadline, run));
-                return;
-            }
-            self.release(run, tail.blocks);
-        }
-    }
-
-    /// Drops the last `blocks` blocks of a run, and the run with its last block.
-    fn release(&mut self, run: u32, blocks: u32) {
-        let mut left = blocks.min(self.runs[run].blocks);
-        while left > 0 {
-            let entry = &mut self.runs[run];
-            let node = entry.tail;
-            let cut = self.tree.cut(node, entry.slot, left);
-            entry.blocks -= cut.blocks;
-            entry.end -= cut.blocks;
-            entry.tail = cut.tail;
-            left -= cut.blocks;
-            self.slots[entry.slot as usize].blocks -= cut.blocks as usize;
-            if entry.blocks == 0 {
-                self.remove_run(run);
-            }
-            self.tree.trim(node, &mut self.runs);
-        }
-    }
-
-    /// Charges older runs with the blocks that a placement took over, and drops those that have none left.
-    fn settle_taken(&mut self) {
-        let taken = std::mem::take(&mut self.taken);
-        for &(run, blocks) in &taken {
-            self.runs[run].blocks -= blocks;
-            if self.runs[run].blocks == 0 {
-                self.remove_run(run);
-            }
-        }
-        self.taken = taken;
-        self.taken.clear();
-    }
-
-    fn link_newest(&mut self, run: u32) {
-        let entry = &mut self.runs[run];
-        let slot = &mut self.slots[entry.slot as usize];
-        entry.older = slot.newest;
-        slot.timers.insert((entry.timer, run));
-        let older = std::mem::replace(&mut slot.newest, run);
-        if older == NONE {
-            slot.oldest = run;
-        } else {
-            self.runs[older].newer = run;
-        }
-    }
-
-    fn remove_run(&mut self, run: u32) {
-        let entry = self.runs.remove(run);
-        let slot = &mut self.slots[entry.slot as usize];
-        slot.timers.remove(&(entry.timer, run));
-        if entry.older == NONE {
-            slot.oldest = entry.newer;
-        } else {
-            self.runs[entry.older].newer = entry.newer;
-        }
-        if entry.newer == NONE {
-            slot.newest = entry.older;
-        } else {
-            self.runs[entry.newer].older = entry.older;
-        }
-    }
-}
-
-/// Blocks of one prompt that are recorded at most, so that depths fit 32 bits.
-const MAX_DEPTH: usize = u32::MAX as usize - 1;

@@ -6,8 +6,8 @@ use std::time::Instant;
 
 use hashbrown::HashMap;
 
-use super::Run;
 use super::slab::{NONE, Slab};
+use super::state::Run;
 use crate::block::{LocalBlockHash, common_prefix};
 
 /// Who places a prompt.
