@@ -1,5 +1,7 @@
 //! Prices every target at once, over dense columns by slot, which are also what a decision keeps to explain itself.
 
+use std::ops::Range;
+
 use crate::ids::{Role, Slot};
 use crate::index::{Overlap, Overlaps};
 use crate::load::Load;
@@ -7,6 +9,7 @@ use crate::load::active::Shared;
 use crate::load::row::{Row, flag, share};
 
 use super::cost::{CostBreakdown, CostInputs, CostWeights, cost};
+use super::pick::cheapest;
 
 /// What a request asks of every target, and what it is priced by.
 #[derive(Clone, Copy, Debug)]
@@ -72,6 +75,8 @@ pub(crate) struct Depths<'a> {
     /// Leading blocks by own placements.
     pub(crate) placed: &'a [u32],
     pub(crate) shared: &'a Shared,
+    /// Slots that the request lists.
+    pub(crate) allowed: &'a [u32],
 }
 
 /// Every target of a range of slots as one decision saw it: 36 bytes each.
@@ -100,30 +105,44 @@ enum Column {
 }
 
 const COLUMNS: usize = 7;
+/// Slots that are taken in and priced at once, while their columns are in the nearest cache.
+const AT_ONCE: usize = 256;
 
 impl Columns {
-    /// Takes in the slots from `first` on, as far as `rows` has them and up to `slots` of them.
-    pub(crate) fn fill<'a>(
+    /// Takes in `slots` slots from `first` on, as far as `rows` has them, and prices them: those that are no candidates cost
+    /// infinity. Returns the lowest cost.
+    pub(crate) fn take_in<'a>(
         &mut self,
-        first: usize,
-        slots: usize,
+        (first, slots): (usize, usize),
         rows: impl Iterator<Item = &'a [Row]>,
         depths: &Depths<'_>,
-    ) {
+        ask: &Ask,
+        costs: &mut Vec<f64>,
+    ) -> f64 {
         (self.first, self.slots) = (first, slots);
         // Every place is written below.
         self.counts.resize(COLUMNS * slots, 0);
         self.prefill.resize(slots, 0.0);
+        costs.resize(slots, 0.0);
         self.fill_depths(depths);
-        self.fill_rows(rows);
-        for &slot in &depths.shared.prefill_slots {
-            if let Some(booked) = (slot as usize)
-                .checked_sub(first)
-                .and_then(|at| self.prefill.get_mut(at))
-            {
-                *booked -= depths.shared.prefill(slot).min(*booked);
+        let (mut at, mut skip, mut lowest) = (0, first, f64::INFINITY);
+        for piece in rows {
+            let skipped = skip.min(piece.len());
+            skip -= skipped;
+            let piece = &piece[skipped..];
+            for piece in piece[..piece.len().min(slots - at)].chunks(AT_ONCE) {
+                let end = at + piece.len();
+                self.fill_rows(at, piece);
+                self.adjust(at..end, depths);
+                self.price(at..end, ask, &mut costs[at..end]);
+                lowest = lowest.min(cheapest(&costs[at..end]));
+                at = end;
             }
         }
+        // Slots without a row have no target.
+        self.column_mut(Column::Flags)[at..].fill(0);
+        costs[at..].fill(f64::INFINITY);
+        lowest
     }
 
     fn fill_depths(&mut self, depths: &Depths<'_>) {
@@ -146,73 +165,70 @@ impl Columns {
         }
     }
 
-    fn fill_rows<'a>(&mut self, rows: impl Iterator<Item = &'a [Row]>) {
-        let slots = self.slots;
+    fn fill_rows(&mut self, at: usize, rows: &[Row]) {
+        let (slots, end) = (self.slots, at + rows.len());
         let (_, counts) = self.counts.split_at_mut(Column::Requests as usize * slots);
         let (requests, counts) = counts.split_at_mut(slots);
         let (blocks, counts) = counts.split_at_mut(slots);
         let (fidelity, flags) = counts.split_at_mut(slots);
-        let mut at = 0;
-        let mut skip = self.first;
-        for piece in rows {
-            let skipped = skip.min(piece.len());
-            skip -= skipped;
-            let piece = &piece[skipped..];
-            let piece = &piece[..piece.len().min(slots - at)];
-            let end = at + piece.len();
-            let counts = requests[at..end].iter_mut().zip(&mut blocks[at..end]);
-            let states = fidelity[at..end].iter_mut().zip(&mut flags[at..end]);
-            let columns = counts.zip(states).zip(&mut self.prefill[at..end]);
-            for (row, (((requests, blocks), (fidelity, flags)), prefill)) in
-                piece.iter().zip(columns)
-            {
-                let seen = row.seen();
-                *requests = seen.requests;
-                *blocks = seen.blocks;
-                *fidelity = seen.fidelity;
-                *flags = seen.flags;
-                *prefill = seen.prefill;
-            }
-            at = end;
+        let counts = requests[at..end].iter_mut().zip(&mut blocks[at..end]);
+        let states = fidelity[at..end].iter_mut().zip(&mut flags[at..end]);
+        let columns = counts.zip(states).zip(&mut self.prefill[at..end]);
+        for (row, (((requests, blocks), (fidelity, flags)), prefill)) in rows.iter().zip(columns) {
+            let seen = row.seen();
+            *requests = seen.requests;
+            *blocks = seen.blocks;
+            *fidelity = seen.fidelity;
+            *flags = seen.flags;
+            *prefill = seen.prefill;
         }
-        flags[at..].fill(0);
     }
 
-    /// Marks a slot as one of the request's list.
-    pub(crate) fn allow(&mut self, slot: Slot) {
-        if let Some(at) = self.position(slot) {
+    /// Takes off the prefill of the request's own prefix, and marks the slots that the request lists.
+    fn adjust(&mut self, range: Range<usize>, depths: &Depths<'_>) {
+        let first = self.first;
+        let within = |slot: &u32| {
+            let at = (*slot as usize).checked_sub(first)?;
+            range.contains(&at).then_some(at)
+        };
+        for slot in &depths.shared.prefill_slots {
+            if let Some(at) = within(slot) {
+                let booked = &mut self.prefill[at];
+                *booked -= depths.shared.prefill(*slot).min(*booked);
+            }
+        }
+        for at in depths.allowed.iter().filter_map(within) {
             self.column_mut(Column::Flags)[at] |= flag::ALLOWED;
         }
     }
 
-    /// Prices every slot; those that are no candidates cost infinity.
-    pub(crate) fn price(&self, ask: &Ask, costs: &mut Vec<f64>) {
-        if self.tiers.is_empty() {
-            costs.resize(self.slots, 0.0);
-            self.price_device(ask, costs);
-            if let Some((slot, preference)) = ask.preferred
-                && let Some(at) = self.position(slot)
-            {
-                costs[at] *= preference;
+    fn price(&self, range: Range<usize>, ask: &Ask, costs: &mut [f64]) {
+        if !self.tiers.is_empty() {
+            for (at, cost) in range.zip(costs) {
+                *cost = match self.is_candidate(at, ask) {
+                    true => self.breakdown(at, ask).total,
+                    false => f64::INFINITY,
+                };
             }
-        } else {
-            costs.clear();
-            costs.extend((0..self.slots).map(|at| match self.is_candidate(at, ask) {
-                true => self.breakdown(at, ask).total,
-                false => f64::INFINITY,
-            }));
+            return;
+        }
+        self.price_device(range.clone(), ask, costs);
+        if let Some((slot, preference)) = ask.preferred
+            && let Some(at) = self.position(slot).filter(|at| range.contains(at))
+        {
+            costs[at - range.start] *= preference;
         }
     }
 
-    /// The same as [`breakdown`](Self::breakdown), for prompts on devices alone, over all slots.
-    fn price_device(&self, ask: &Ask, costs: &mut [f64]) {
-        let slots = self.slots;
+    /// The same as [`breakdown`](Self::breakdown), for prompts on devices alone, over a range of slots.
+    fn price_device(&self, range: Range<usize>, ask: &Ask, costs: &mut [f64]) {
+        let slots = range.len();
         let costs = &mut costs[..slots];
-        let column = |column| &self.column(column)[..slots];
+        let column = |column| &self.column(column)[range.clone()][..slots];
         let (confirmed, placed) = (column(Column::Confirmed), column(Column::Placed));
         let (shared, requests) = (column(Column::Shared), column(Column::Requests));
         let (blocks, fidelity) = (column(Column::Blocks), column(Column::Fidelity));
-        let (flags, prefill) = (column(Column::Flags), &self.prefill[..slots]);
+        let (flags, prefill) = (column(Column::Flags), &self.prefill[range.clone()][..slots]);
         let (request, grown) = (f64::from(ask.request_blocks), f64::from(ask.grown_blocks));
         for at in 0..slots {
             let depth = confirmed[at].max(placed[at]);
@@ -229,6 +245,11 @@ impl Columns {
                 f64::INFINITY
             };
         }
+    }
+
+    /// Returns how many slots it covers.
+    pub(crate) const fn slots(&self) -> usize {
+        self.slots
     }
 
     /// Lists the slots that are candidates.
@@ -396,9 +417,10 @@ mod tests {
             let ask = ask(30);
             let mut columns = Columns::default();
             for (tiers, costs) in [(None, &mut costs), (Some(&tiers), &mut by_tier)] {
-                let depths = Depths { confirmed: &confirmed, tiers, placed: &placed, shared: &shared };
-                columns.fill(0, rows.len(), std::iter::once(&rows[..]), &depths);
-                columns.price(&ask, costs);
+                let depths = Depths { confirmed: &confirmed, tiers, placed: &placed, shared: &shared, allowed: &[] };
+                let (first, second) = rows.split_at(rows.len() / 3);
+                let lowest = columns.take_in((0, rows.len()), [first, second].into_iter(), &depths, &ask, costs);
+                prop_assert_eq!(lowest.to_bits(), cheapest(costs).to_bits());
             }
             let bits = |costs: &[f64]| costs.iter().map(|cost| cost.to_bits()).collect::<Vec<_>>();
             prop_assert_eq!(bits(&costs), bits(&by_tier));
@@ -412,6 +434,48 @@ mod tests {
                 }
             }
         }
+    }
+
+    #[test]
+    fn a_range_of_slots_is_cut_from_the_rows() {
+        let rows: Vec<Row> = (0..300).map(|_| Row::default()).collect();
+        for (slot, row) in rows.iter().enumerate() {
+            row.begin(flag::PRESENT);
+            row.set_load(slot, slot, 0.0);
+        }
+        let shared = Shared::default();
+        let depths = Depths {
+            confirmed: &[],
+            tiers: None,
+            placed: &[],
+            shared: &shared,
+            allowed: &[],
+        };
+        let pieces = || [&rows[..64], &rows[64..128], &rows[128..300]].into_iter();
+        let (mut columns, mut costs) = (Columns::default(), Vec::new());
+        let mut ask = ask(10);
+        for (first, slots) in [(0, 1), (63, 2), (64, 1), (100, 150), (299, 1), (290, 20)] {
+            columns.take_in((first, slots), pieces(), &depths, &ask, &mut costs);
+            for at in 0..slots {
+                let slot = first + at;
+                let count = columns.count(Column::Requests, at);
+                assert_eq!(costs[at].is_finite(), slot < 300, "{first} {slots} {at}");
+                assert!(
+                    slot >= 300 || count as usize == slot,
+                    "{first} {slots} {at}"
+                );
+            }
+        }
+        // Slots that the request does not list are no candidates.
+        ask.flags = Flags::eligible(None, None, true);
+        let allowed = [280, 7];
+        let listed = Depths {
+            allowed: &allowed,
+            ..depths
+        };
+        columns.take_in((0, 300), pieces(), &listed, &ask, &mut costs);
+        let candidates: Vec<Slot> = columns.candidates(&ask).collect();
+        assert_eq!(candidates, [Slot(7), Slot(280)]);
     }
 
     #[test]

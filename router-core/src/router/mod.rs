@@ -219,7 +219,8 @@ impl Router {
         self.inner.changes.lock().drain(..).collect()
     }
 
-    /// Returns the last decisions, newest first, at most `limit` (256 are kept).
+    /// Returns the last decisions, newest first, at most `limit`. At most 256 are kept: fewer from 129 targets on, as many
+    /// as tell of 32,768 targets together, and always 8.
     #[must_use]
     pub fn decisions(&self, limit: usize) -> Vec<DecisionRecord> {
         self.inner.history.latest(limit)

@@ -153,6 +153,11 @@ impl Decision {
         self.seen.columns.candidates(&self.seen.ask).count()
     }
 
+    /// Slots that it tells of.
+    pub(super) const fn slots(&self) -> usize {
+        self.seen.columns.slots()
+    }
+
     pub(super) fn into_columns(self) -> Columns {
         self.seen.columns
     }

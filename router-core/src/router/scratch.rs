@@ -3,7 +3,7 @@
 use std::cell::RefCell;
 use std::time::Instant;
 
-use crate::ids::Slot;
+use crate::ids::{Slot, WorkerId};
 use crate::index::{Overlap, Overlaps, PrefixIndex};
 use crate::load::active::Shared;
 use crate::policy::pick::Fullness;
@@ -11,6 +11,7 @@ use crate::policy::price::{Columns, Depths};
 use crate::prompt::{Prompt, PromptKind};
 
 use super::state::Inner;
+use super::table::Workers;
 
 /// What is known of one prompt at every slot, and room to choose.
 #[derive(Debug, Default)]
@@ -18,6 +19,7 @@ pub(super) struct Scratch {
     confirmed: Overlaps,
     placed: Vec<u32>,
     shared: Shared,
+    allowed: Vec<u32>,
     pub(super) costs: Vec<f64>,
     pub(super) equals: Vec<(usize, Fullness)>,
     /// Columns of a decision that nobody remembers.
@@ -51,7 +53,18 @@ impl Scratch {
             tiers: device.is_none().then_some(&self.confirmed),
             placed: &self.placed,
             shared: &self.shared,
+            allowed: &self.allowed,
         }
+    }
+
+    /// Takes in the slots of the workers that a request lists.
+    pub(super) fn allow(&mut self, workers: &Workers, allowed: Option<&[WorkerId]>) {
+        self.allowed.clear();
+        let listed = allowed.unwrap_or_default().iter();
+        let targets = listed
+            .filter_map(|id| workers.by_id.get(id))
+            .flat_map(|worker| worker.targets.iter());
+        self.allowed.extend(targets.map(|target| target.slot.0));
     }
 
     /// Confirmed and placed blocks, merged by maximum.

@@ -11,7 +11,7 @@ use crate::ids::{LeaseId, Slot};
 use crate::index::Placement;
 use crate::load::row::flag;
 use crate::policy::CostWeights;
-use crate::policy::pick::{Fullness, cheapest, pick};
+use crate::policy::pick::{Fullness, pick};
 use crate::policy::price::{Ask, Columns, Flags};
 use crate::prompt::PromptKind;
 use crate::sync::atomic::Ordering;
@@ -48,7 +48,8 @@ impl Router {
         let columns = with_scratch(|scratch| {
             let slots = view.by_slot.len();
             self.inner.look_up(request.prompt, slots, now, scratch);
-            self.inner.see(&view, request, 0..slots, scratch)
+            scratch.allow(&view, request.allowed);
+            self.inner.see(&ask, (0, slots), scratch).0
         });
         let names = Arc::clone(&view.names);
         drop(view);
@@ -93,9 +94,8 @@ impl Router {
             let slots = view.by_slot.len();
             inner.look_up(request.prompt, slots, now, scratch);
             let ask = inner.ask(&view, request, now);
-            let columns = inner.see(&view, request, 0..slots, scratch);
-            columns.price(&ask, &mut scratch.costs);
-            let lowest = cheapest(&scratch.costs);
+            scratch.allow(&view, request.allowed);
+            let (columns, lowest) = inner.see(&ask, (0, slots), scratch);
             if lowest.is_infinite() {
                 inner.counts.no_worker.fetch_add(1, Ordering::Relaxed);
                 return Ok(None);
@@ -142,18 +142,16 @@ impl Router {
         let booked = with_scratch(|scratch| {
             let at = target.slot.index();
             inner.look_up(request.prompt, view.by_slot.len(), now, scratch);
-            let unlisted = SelectRequest {
-                allowed: None,
-                ..request.clone()
+            let ask = Ask {
+                preferred: None,
+                flags: Flags::any(),
+                ..inner.ask(&view, request, now)
             };
-            let columns = inner.see(&view, &unlisted, at..at + 1, scratch);
+            scratch.allow(&view, None);
+            let (columns, _) = inner.see(&ask, (at, 1), scratch);
             let chosen = Chosen {
                 target,
-                ask: Ask {
-                    preferred: None,
-                    flags: Flags::any(),
-                    ..inner.ask(&view, request, now)
-                },
+                ask,
                 columns,
                 number: inner.counts.next.fetch_add(1, Ordering::Relaxed),
             };
@@ -266,29 +264,14 @@ impl Inner {
         }
     }
 
-    /// Takes in what the scratch and the rows have of a range of slots.
-    fn see(
-        &self,
-        workers: &Workers,
-        request: &SelectRequest<'_>,
-        slots: std::ops::Range<usize>,
-        scratch: &mut Scratch,
-    ) -> Columns {
+    /// Takes in what the scratch and the rows have of some slots, and prices them. Returns the lowest cost, too.
+    fn see(&self, ask: &Ask, slots: (usize, usize), scratch: &mut Scratch) -> (Columns, f64) {
         let mut columns = std::mem::take(&mut scratch.spare);
-        columns.fill(
-            slots.start,
-            slots.len(),
-            self.rows.pieces(),
-            &scratch.depths(),
-        );
-        for id in request.allowed.unwrap_or_default() {
-            if let Some(worker) = workers.by_id.get(id) {
-                for target in &worker.targets {
-                    columns.allow(target.slot);
-                }
-            }
-        }
-        columns
+        let mut costs = std::mem::take(&mut scratch.costs);
+        let depths = scratch.depths();
+        let lowest = columns.take_in(slots, self.rows.pieces(), &depths, ask, &mut costs);
+        scratch.costs = costs;
+        (columns, lowest)
     }
 
     /// Chooses among the priced slots.

@@ -114,6 +114,7 @@ impl Inner {
         let names: Arc<[_]> = targets
             .map(|target| target.as_ref().map(|target| target.id.clone()))
             .collect();
+        self.history.bound(registry.workers.by_slot.len());
         self.workers.replace(|| View {
             workers: Arc::clone(&registry.workers),
             names: Arc::new(Names(Arc::clone(&names))),
