@@ -456,14 +456,12 @@ mod tests {
         let mut ask = ask(10);
         for (first, slots) in [(0, 1), (63, 2), (64, 1), (100, 150), (299, 1), (290, 20)] {
             columns.take_in((first, slots), pieces(), &depths, &ask, &mut costs);
-            for at in 0..slots {
+            assert_eq!(costs.len(), slots);
+            for (at, cost) in costs.iter().enumerate() {
                 let slot = first + at;
-                let count = columns.count(Column::Requests, at);
-                assert_eq!(costs[at].is_finite(), slot < 300, "{first} {slots} {at}");
-                assert!(
-                    slot >= 300 || count as usize == slot,
-                    "{first} {slots} {at}"
-                );
+                assert_eq!(cost.is_finite(), slot < 300, "{first} {slots} {at}");
+                let requests = columns.count(Column::Requests, at) as usize;
+                assert!(slot >= 300 || requests == slot, "{first} {slots} {at}");
             }
         }
         // Slots that the request does not list are no candidates.
