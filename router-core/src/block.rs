@@ -99,54 +99,40 @@ pub struct LocalBlockHash(pub u64);
 pub struct SequenceHash(pub u64);
 
 impl SequenceHash {
+    /// The hash of no block at all.
+    pub(crate) const EMPTY: Self = Self(0);
+
     /// Begins a chain with the first block.
     #[must_use]
     pub const fn root(first: LocalBlockHash) -> Self {
-        Self(0).child(first, 0)
+        Self::EMPTY.child(first, 0)
     }
 
     /// Continues the chain of a prefix of `position` blocks with the next one.
     ///
-    /// A sequence hash is the wrapping sum, over the blocks of the prefix, of `mix(local, position)`: the 128-bit product of
-    /// `local ^ (K0 + position * K1)` with K2, its halves folded by exclusive or. A term depends on no other block, so that
-    /// a processor computes several at once; that makes the chain of 256 blocks cost about 0.1 µs.
+    /// A sequence hash is the wrapping sum of a term for each block of the prefix: with `mixed` = `local ^ (K0 + position *
+    /// K1)`, the term is `local` plus the product of the low and the high half of `mixed`. A term depends on no other block,
+    /// so that a processor computes several at once, and a sum can go back as well as on; 256 blocks cost about 0.05 µs.
     /// Like the local hashes it guards against accident, not against somebody who looks for collisions.
     ///
     /// # Source
-    /// The folded multiplication is the mixing step of wyhash and of XXH3 (`mul128_fold64`). K0 and K2 are the first two
-    /// 64-bit words of the fractional part of π, the second made odd; K1 is 2^64 divided by the golden ratio (the step of
-    /// SplitMix64).
+    /// The product of halves beside the plain value is the accumulation step of XXH3; K0 is the first 64-bit word of the
+    /// fractional part of π, K1 is 2^64 divided by the golden ratio (the step of SplitMix64).
     #[must_use]
     pub const fn child(self, local: LocalBlockHash, position: usize) -> Self {
-        const K0: u64 = 0x243F_6A88_85A3_08D3;
-        const K1: u64 = 0x9E37_79B9_7F4A_7C15;
-        const K2: u64 = 0x1319_8A2E_0370_7345;
-        let place = K0.wrapping_add((position as u64).wrapping_mul(K1));
-        let product = ((local.0 ^ place) as u128).wrapping_mul(K2 as u128);
-        #[expect(
-            clippy::cast_possible_truncation,
-            reason = "the low half is taken on purpose"
-        )]
-        let folded = (product as u64) ^ ((product >> 64) as u64);
-        Self(self.0.wrapping_add(folded))
+        let place = PLACE_ZERO.wrapping_add((position as u64).wrapping_mul(PLACE_STEP));
+        Self(self.0.wrapping_add(term(local, place)))
     }
 
     /// Chains local hashes from the root.
     #[must_use]
     pub fn chain(local_hashes: &[LocalBlockHash]) -> Vec<Self> {
         let mut chain = Vec::new();
-        Self::chain_into(local_hashes, &mut chain);
+        Self::EMPTY.continue_into(0, local_hashes, &mut chain);
         chain
     }
 
-    /// Chains local hashes from the root into `chain`, in place of what it held.
-    pub fn chain_into(local_hashes: &[LocalBlockHash], chain: &mut Vec<Self>) {
-        chain.clear();
-        Self(0).continue_into(0, local_hashes, chain);
-    }
-
-    /// Continues the chain of a prefix of `position` blocks (`Self(0)` for none) with the blocks after it, appending to
-    /// `chain`.
+    /// Continues the chain of a prefix of `position` blocks with the blocks after it, appending to `chain`.
     pub(crate) fn continue_into(
         self,
         position: usize,
@@ -154,7 +140,7 @@ impl SequenceHash {
         chain: &mut Vec<Self>,
     ) {
         let old = chain.len();
-        chain.resize(old + local_hashes.len(), Self(0));
+        chain.resize(old + local_hashes.len(), Self::EMPTY);
         let mut last = self;
         let blocks = chain[old..].iter_mut().zip(local_hashes);
         for (offset, (hash, &local)) in blocks.enumerate() {
@@ -162,7 +148,36 @@ impl SequenceHash {
             *hash = last;
         }
     }
+
+    /// Goes on from a prefix of `position` blocks over `local_hashes`, at once.
+    pub(crate) fn advanced(self, position: usize, local_hashes: &[LocalBlockHash]) -> Self {
+        Self(self.0.wrapping_add(terms(position, local_hashes)))
+    }
+
+    /// Goes back to a prefix of `position` blocks, which `local_hashes` follow.
+    pub(crate) fn withdrawn(self, position: usize, local_hashes: &[LocalBlockHash]) -> Self {
+        Self(self.0.wrapping_sub(terms(position, local_hashes)))
+    }
 }
+
+/// Returns the sum of the terms of blocks that begin at `position`.
+fn terms(position: usize, local_hashes: &[LocalBlockHash]) -> u64 {
+    let mut place = PLACE_ZERO.wrapping_add((position as u64).wrapping_mul(PLACE_STEP));
+    let mut sum = 0_u64;
+    for &local in local_hashes {
+        sum = sum.wrapping_add(term(local, place));
+        place = place.wrapping_add(PLACE_STEP);
+    }
+    sum
+}
+
+const fn term(local: LocalBlockHash, place: u64) -> u64 {
+    let mixed = local.0 ^ place;
+    local.0.wrapping_add((mixed & 0xFFFF_FFFF) * (mixed >> 32))
+}
+
+const PLACE_ZERO: u64 = 0x243F_6A88_85A3_08D3;
+const PLACE_STEP: u64 = 0x9E37_79B9_7F4A_7C15;
 
 /// One image, sound or other media item inside a prompt.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]

@@ -308,7 +308,7 @@ impl TextHasher {
             .sequence
             .last()
             .copied()
-            .unwrap_or(SequenceHash(0));
+            .unwrap_or(SequenceHash::EMPTY);
         let sequence = before.child(local, self.hashes.local.len());
         self.hashes.local.push(local);
         self.hashes.sequence.push(sequence);

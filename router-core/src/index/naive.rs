@@ -282,7 +282,7 @@ impl SlotModel {
         let mut applied = Vec::new();
         for (key, blocks) in stored.keys.iter().zip(blocks) {
             for &local in blocks {
-                let before = path.last().copied().unwrap_or(SequenceHash(0));
+                let before = path.last().copied().unwrap_or(SequenceHash::EMPTY);
                 path.push(before.child(local, path.len()));
             }
             applied.push(self.apply_key(key, &path, stored));

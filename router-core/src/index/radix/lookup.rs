@@ -17,14 +17,14 @@ pub(in crate::index) struct Scratch {
     lower: Vec<(u16, [u32; Tier::ALL.len()])>,
     path: Vec<Visit>,
     cover: Cover,
-    chain: Vec<SequenceHash>,
 }
 
-/// The prompt that is looked up, chained as far as somebody asked.
+/// The prompt that is looked up, and the sequence hash of as much of it as was asked for last.
 #[derive(Debug)]
 struct Query<'a> {
     local_hashes: &'a [LocalBlockHash],
-    chain: &'a mut Vec<SequenceHash>,
+    blocks: usize,
+    hash: SequenceHash,
 }
 
 /// Blocks of the prompt that one slot holds, a bit each, by tier.
@@ -55,13 +55,12 @@ impl Tree {
             device, scratch, ..
         } = overlaps;
         scratch.begin();
-        let mut chain = std::mem::take(&mut scratch.chain);
         let mut query = Query {
             local_hashes: query,
-            chain: &mut chain,
+            blocks: 0,
+            hash: SequenceHash::EMPTY,
         };
         self.walk(&mut query, device, scratch);
-        scratch.chain = chain;
         if !scratch.lower.is_empty() || !scratch.coarse.is_empty() {
             self.finish(overlaps);
         }
@@ -144,8 +143,9 @@ impl Tree {
                 return (blocks, None);
             }
         }
-        let rest = query.from(begin, usize::from(run.len()));
-        (run.matched(0, rest, self.chunks()), None)
+        let most = query.local_hashes.len() - begin;
+        let matched = run.matched(0, most, self.chunks(), |blocks| query.after(begin + blocks));
+        (matched, None)
     }
 
     /// Advances the holders of one run, telling whether any of them holds all of the matched part.
@@ -220,24 +220,20 @@ impl Tree {
 impl Query<'_> {
     /// Returns the sequence hash of the block at `index`, `None` beyond the end.
     fn at(&mut self, index: usize) -> Option<SequenceHash> {
-        self.reach(index + 1);
-        self.chain.get(index).copied()
+        (index < self.local_hashes.len()).then(|| self.after(index + 1))
     }
 
-    /// Returns the sequence hashes of `blocks` blocks from `begin` on, fewer at the end.
-    fn from(&mut self, begin: usize, blocks: usize) -> &[SequenceHash] {
-        self.reach(begin + blocks);
-        let end = self.chain.len().min(begin + blocks);
-        &self.chain[begin..end]
-    }
-
-    fn reach(&mut self, blocks: usize) {
-        let known = self.chain.len();
-        let blocks = blocks.min(self.local_hashes.len());
-        if known < blocks {
-            let last = self.chain.last().copied().unwrap_or(SequenceHash(0));
-            last.continue_into(known, &self.local_hashes[known..blocks], self.chain);
-        }
+    /// Returns the sequence hash of the first `blocks` blocks, reached from where the last answer was.
+    fn after(&mut self, blocks: usize) -> SequenceHash {
+        self.hash = if blocks >= self.blocks {
+            let between = &self.local_hashes[self.blocks..blocks];
+            self.hash.advanced(self.blocks, between)
+        } else {
+            let between = &self.local_hashes[blocks..self.blocks];
+            self.hash.withdrawn(blocks, between)
+        };
+        self.blocks = blocks;
+        self.hash
     }
 }
 
@@ -318,6 +314,5 @@ impl Scratch {
         self.coarse.clear();
         self.lower.clear();
         self.path.clear();
-        self.chain.clear();
     }
 }

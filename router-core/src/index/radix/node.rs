@@ -144,14 +144,20 @@ impl Run {
         }
     }
 
-    /// Counts the leading blocks of `query`, which begins after `blocks` blocks of the run's path, that continue it.
+    /// Counts the blocks by which a query goes on with the run from its first `blocks` blocks on, `most` at most.
     ///
-    /// A sequence hash stands for the whole prefix: equal ends mean that all before is equal, and a difference is found by
-    /// bisection.
-    pub(super) fn matched(&self, blocks: u16, query: &[SequenceHash], chunks: &Chunks) -> u16 {
-        let most = usize::from(self.len - blocks).min(query.len());
-        let same =
-            |count: usize| self.hash(blocks + as_offset(count - 1), chunks) == query[count - 1];
+    /// `hash` tells the query's sequence hash after so many further blocks, 1 or more. It stands for the whole prefix: equal
+    /// ends mean that all before is equal, and a difference is found by bisection.
+    pub(super) fn matched(
+        &self,
+        blocks: u16,
+        most: usize,
+        chunks: &Chunks,
+        mut hash: impl FnMut(usize) -> SequenceHash,
+    ) -> u16 {
+        let most = usize::from(self.len - blocks).min(most);
+        let mut same =
+            |count: usize| self.hash(blocks + as_offset(count - 1), chunks) == hash(count);
         if most == 0 || same(most) {
             return as_offset(most);
         }

@@ -165,9 +165,11 @@ impl Tree {
         let mut at = point;
         let mut rest = chain.as_slice();
         while let Some(&next) = rest.first() {
-            let known = self
-                .run(at.run)
-                .map_or(0, |run| run.matched(at.blocks, rest, &self.chunks));
+            let known = self.run(at.run).map_or(0, |run| {
+                run.matched(at.blocks, rest.len(), &self.chunks, |blocks| {
+                    rest[blocks - 1]
+                })
+            });
             let blocks = if known > 0 {
                 known
             } else if let Some(child) = self.child(at, next) {
@@ -227,7 +229,7 @@ impl Tree {
     }
 
     fn chain(&mut self, point: Point, hashes: &[LocalBlockHash]) -> Vec<SequenceHash> {
-        let (before, depth) = self.run(point.run).map_or((SequenceHash(0), 0), |run| {
+        let (before, depth) = self.run(point.run).map_or((SequenceHash::EMPTY, 0), |run| {
             let last = run.hash(point.blocks - 1, &self.chunks);
             (last, run.depth as usize + usize::from(point.blocks))
         });
