@@ -325,8 +325,8 @@ export interface RankTrust {
   fidelity: number
   /** r" Why it is not exact. */
   cause: string | null
-  /** r" Seconds in this state. */
-  sinceSeconds: number
+  /** r" Since when it is in this state: seconds of the router's clock, or since 1970 as `Date.now() / 1000`. */
+  since: number
   /** r" Event batches applied. */
   batches: number
   /** r" Events applied. */
@@ -498,8 +498,8 @@ export interface Trust {
   fidelity: number
   /** r" Why it is not exact. */
   cause: string | null
-  /** r" Seconds in this state. */
-  sinceSeconds: number
+  /** r" Since when it is in this state: seconds of the router's clock, or since 1970 as `Date.now() / 1000`. */
+  since: number
 }
 
 /** The version of this package. */

@@ -1,7 +1,7 @@
 //! What time it is: the system's monotonic clock, or a function of the caller's for tests and simulation.
 
 use std::cell::Cell;
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use napi::Either;
 use napi::bindgen_prelude::{Env, FunctionRef};
@@ -44,6 +44,21 @@ impl Clock {
         match self {
             Self::System => Ok(Instant::now()),
             Self::Caller(clock) => clock.now(env),
+        }
+    }
+
+    /// Returns the seconds of `at`: those of the caller's clock, or else those since 1970.
+    pub(crate) fn seconds(&self, at: Instant, now: Instant) -> f64 {
+        match self {
+            Self::System => {
+                let since_1970 = SystemTime::now()
+                    .duration_since(UNIX_EPOCH)
+                    .unwrap_or_default();
+                since_1970.as_secs_f64() - now.saturating_duration_since(at).as_secs_f64()
+            }
+            Self::Caller(clock) => {
+                clock.zero + at.saturating_duration_since(clock.start).as_secs_f64()
+            }
         }
     }
 }

@@ -1,9 +1,12 @@
 //! What the router answers, as JavaScript objects.
 
 use std::collections::{BTreeMap, HashMap};
+use std::time::{Duration, Instant};
 
 use kvlane::WorkerRank;
 use napi_derive::napi;
+
+use crate::clock::Clock;
 
 /// Declares objects that are answered, with their TypeScript types.
 macro_rules! answers {
@@ -106,8 +109,8 @@ answers! {
         fidelity: f64,
         /// Why it is not exact.
         cause: Option<String>,
-        /// Seconds in this state.
-        since_seconds: f64,
+        /// Since when it is in this state: seconds of the router's clock, or since 1970 as `Date.now() / 1000`.
+        since: f64,
     }
 
     /// Trust in one rank, as listed.
@@ -121,8 +124,8 @@ answers! {
         fidelity: f64,
         /// Why it is not exact.
         cause: Option<String>,
-        /// Seconds in this state.
-        since_seconds: f64,
+        /// Since when it is in this state: seconds of the router's clock, or since 1970 as `Date.now() / 1000`.
+        since: f64,
         /// Event batches applied.
         batches: i64,
         /// Events applied.
@@ -275,14 +278,26 @@ impl From<kvlane::IngestReport> for IngestReport {
     }
 }
 
-impl From<kvlane::RankTrust> for RankTrust {
-    fn from(from: kvlane::RankTrust) -> Self {
+impl Trust {
+    pub(crate) fn new(from: kvlane::TrustInfo, clock: &Clock, now: Instant) -> Self {
+        Self {
+            state: from.state.name().to_owned(),
+            fidelity: from.fidelity,
+            cause: from.cause,
+            since: clock.seconds(from.since, now),
+        }
+    }
+}
+
+impl RankTrust {
+    fn new(from: kvlane::RankTrust, clock: &Clock, now: Instant) -> Self {
+        let age = Duration::try_from_secs_f64(from.since_seconds).unwrap_or_default();
         Self {
             dp_rank: from.dp_rank,
             state: from.state.name().to_owned(),
             fidelity: from.fidelity,
             cause: from.cause,
-            since_seconds: from.since_seconds,
+            since: clock.seconds(now.checked_sub(age).unwrap_or(now), now),
             batches: count(from.batches),
             events: count(from.events),
             gaps: count(from.gaps),
@@ -291,8 +306,9 @@ impl From<kvlane::RankTrust> for RankTrust {
     }
 }
 
-impl From<kvlane::WorkerInfo> for WorkerInfo {
-    fn from(from: kvlane::WorkerInfo) -> Self {
+impl WorkerInfo {
+    pub(crate) fn new(from: kvlane::WorkerInfo, clock: &Clock, now: Instant) -> Self {
+        let trust = from.trust.into_iter();
         Self {
             id: from.id.as_str().to_owned(),
             dp_ranks: from.dp_ranks,
@@ -311,7 +327,7 @@ impl From<kvlane::WorkerInfo> for WorkerInfo {
             predicted_blocks: count(from.predicted_blocks),
             kv_capacity_blocks: from.kv_capacity_blocks.map(count),
             labels: from.labels.into_iter().collect(),
-            trust: from.trust.into_iter().map(Into::into).collect(),
+            trust: trust.map(|rank| RankTrust::new(rank, clock, now)).collect(),
         }
     }
 }

@@ -230,8 +230,12 @@ impl Router {
     /// Lists the workers by id.
     #[napi]
     pub fn workers(&self, env: &Env) -> Result<Vec<WorkerInfo>> {
-        let workers = self.open()?.workers(self.core.clock.now(env)?);
-        Ok(workers.into_iter().map(Into::into).collect())
+        let now = self.core.clock.now(env)?;
+        let workers = self.open()?.workers(now).into_iter();
+        let clock = &self.core.clock;
+        Ok(workers
+            .map(|worker| WorkerInfo::new(worker, clock, now))
+            .collect())
     }
 
     /// Applies one batch of events as an engine published it. One that cannot be decoded changes no entry and comes back
@@ -410,12 +414,7 @@ impl Router {
         let now = self.core.clock.now(env)?;
         let trust = self.open()?.trust(&worker, dp_rank, now);
         let trust = trust.map_err(to_js)?;
-        Ok(Trust {
-            state: trust.state.name().to_owned(),
-            fidelity: trust.fidelity,
-            cause: trust.cause,
-            since_seconds: now.saturating_duration_since(trust.since).as_secs_f64(),
-        })
+        Ok(Trust::new(trust, &self.core.clock, now))
     }
 
     /// Returns sizes and counts.

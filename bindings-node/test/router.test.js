@@ -195,6 +195,21 @@ test('an audit lowers the fidelity of a worker that reports less', () => {
   assert.ok(kv.trust('w1').fidelity < 0.5)
 })
 
+test('trust tells since when', () => {
+  const before = Date.now() / 1_000
+  const kv = new Router()
+  kv.addWorker('w1')
+  const { since } = kv.trust('w1')
+  assert.ok(since >= before - 0.1 && since <= Date.now() / 1_000 + 0.1, `${since}`)
+  let seconds = 1_000
+  const simulated = new Router({ clock: () => seconds })
+  seconds = 1_001.5
+  simulated.addWorker('w1', { dpRanks: 2 })
+  seconds = 1_009
+  assert.equal(simulated.trust('w1', 1).since, 1_001.5)
+  assert.deepEqual(simulated.workers()[0].trust.map((rank) => rank.since), [1_001.5, 1_001.5])
+})
+
 test('labels and capacity are told back', () => {
   const { router: kv } = router()
   kv.addWorker('w3', { labels: { zone: 'a' }, kvCapacityBlocks: 926, dpRanks: 2 })

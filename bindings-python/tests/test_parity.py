@@ -87,7 +87,7 @@ def do(router, leases, time, step):
         case "ingest":
             return plain(answer, "applied", "skipped", "gap", "restarted")
         case "trust":
-            return plain(answer, "state", "fidelity", "cause")
+            return plain(answer, "state", "fidelity", "cause", "since")
         case "workers":
             fields = "id role draining available active_requests active_blocks index_blocks labels".split()
             return [plain(worker, *fields) for worker in answer]

@@ -57,6 +57,7 @@ fn scenario_cases() {
 /// One scenario under way.
 struct Play {
     router: Router,
+    start: Instant,
     now: Instant,
     leases: HashMap<String, (LeaseId, Value)>,
 }
@@ -64,9 +65,11 @@ struct Play {
 impl Play {
     #[expect(clippy::disallowed_methods, reason = "a test has a clock")]
     fn new(router: Router) -> Self {
+        let start = Instant::now();
         Self {
             router,
-            now: Instant::now(),
+            start,
+            now: start,
             leases: HashMap::new(),
         }
     }
@@ -164,7 +167,11 @@ impl Play {
                 let trust = router
                     .trust(with.text("worker"), rank.unwrap_or(0), now)
                     .map_err(failure)?;
-                json!({"state": trust.state, "fidelity": trust.fidelity, "cause": trust.cause})
+                let since = trust.since.saturating_duration_since(self.start);
+                json!({
+                    "state": trust.state, "fidelity": trust.fidelity, "cause": trust.cause,
+                    "since": since.as_secs_f64(),
+                })
             }
             "workers" => serde_json::to_value(router.workers(now)).unwrap(),
             "stats" => {
