@@ -2,9 +2,10 @@
 
 use std::sync::Arc;
 
+use crate::ids::LeaseId;
 use crate::sync::{Mutex, Padded};
 
-use super::request::DecisionRecord;
+use super::request::{Decision, DecisionRecord};
 
 /// Decisions kept for explanation, at most and at least.
 const MOST: usize = 256;
@@ -37,6 +38,15 @@ impl History {
             return Some(record);
         }
         place.replace(record)
+    }
+
+    /// Returns the decision of one booking if it is among the last.
+    pub(super) fn of(&self, lease: LeaseId) -> Option<Arc<Decision>> {
+        self.places.iter().find_map(|place| {
+            let place = place.0.lock();
+            let record = place.as_ref().filter(|record| record.lease == lease)?;
+            Some(Arc::clone(&record.decision))
+        })
     }
 
     /// Returns the last decisions, newest first.

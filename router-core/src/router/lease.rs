@@ -277,6 +277,12 @@ impl Router {
         self.inner.leases.of_request(request_id)
     }
 
+    /// Tells whether a booking lives: it was not released, and its lease has not run out.
+    #[must_use]
+    pub fn is_booked(&self, id: LeaseId) -> bool {
+        self.inner.leases.with(id, |_| ()).is_some()
+    }
+
     /// Says that the first token of a booking came. False when it is not known.
     pub fn prefill_done(&self, id: LeaseId, now: Instant) -> bool {
         self.inner.prefill_done(id, now)

@@ -38,7 +38,7 @@ use crate::block::SaltContext;
 use crate::config::RouterConfig;
 use crate::error::{Error, ErrorKind, Result};
 use crate::event::SkipCounts;
-use crate::ids::WorkerRank;
+use crate::ids::{LeaseId, WorkerRank};
 use crate::index::{IndexStats, Overlap, PrefixIndex, TtlStats};
 use crate::prompt::Prompt;
 use crate::sync::atomic::Ordering;
@@ -224,6 +224,13 @@ impl Router {
     #[must_use]
     pub fn decisions(&self, limit: usize) -> Vec<DecisionRecord> {
         self.inner.history.latest(limit)
+    }
+
+    /// Returns the decision behind a booking if it is one of those that [`decisions`](Self::decisions) knows. A
+    /// [`RequestGuard`] has its own for as long as it lives.
+    #[must_use]
+    pub fn decision(&self, lease: LeaseId) -> Option<Arc<Decision>> {
+        self.inner.history.of(lease)
     }
 
     /// Returns sizes and counts.
