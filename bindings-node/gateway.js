@@ -5,6 +5,8 @@
 
 const { performance } = require('node:perf_hooks')
 
+const { compact } = require('./lib/prompt.js')
+
 const NO_TOKENS = new Uint32Array(0)
 
 /** What a tokenizer of an engine understands of a request. */
@@ -56,9 +58,8 @@ function plain(value) {
   if (typeof value === 'string') return value
   if (!Array.isArray(value)) return undefined
   if (typeof value[0] !== 'number') return value.length > 0 ? plain(value[0]) : undefined
-  const ids = new Uint32Array(value)
-  for (let index = 0; index < ids.length; index++) if (ids[index] !== value[index]) return undefined
-  return ids
+  const ids = compact(value)
+  return ids instanceof Uint32Array ? ids : undefined
 }
 
 function isListOf(value, type) {

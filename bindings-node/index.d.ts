@@ -60,25 +60,12 @@ export interface Router {
   [Symbol.dispose](): void
 }
 
-export interface Lease {
-  /** Releases the booking if nobody has, as of a request that failed, at the end of a `using` block. */
-  [Symbol.dispose](): void
-}
-
-
-/**
- * Which binding artifact the generated loader actually loaded: `'native'` for
- * a native addon, otherwise the `platformArchABI` of the WASI flavor. Every
- * flavor napi-rs can build is listed, because `NAPI_RS_NATIVE_LIBRARY_PATH`
- * can point the loader at a WASI artifact this package does not build itself.
- */
-export declare const __napiBindingTarget: 'native' | 'wasm32-wasi' | 'wasm32-wasip1'
-
 /**
  * A booked request. It ends with `release`, with `Router.finish`, or when it was idle for its `ttl`; that the object is
  * collected ends nothing, so the id alone may be kept.
  */
 export declare class Lease {
+  private constructor()
   /** The booking's name, for `Router.finish`. */
   get id(): string
   /** The chosen worker. */
@@ -97,7 +84,67 @@ export declare class Lease {
   outputTokens(tokens: number): void
   /** Releases the booking and learns from how it ended. Returns false when it had ended before: a no-op. */
   release(outcome?: FinishOptions): boolean
+  /** Releases the booking if nobody has, as of a request that failed, at the end of a `using` block. */
+  [Symbol.dispose](): void
 }
+
+/** One target and what placing a request there costs. */
+export interface Candidate {
+  /** The worker. */
+  worker: string
+  /** Its data-parallel rank. */
+  dpRank: number
+  /** Leading blocks that its events confirm. */
+  overlap: Overlap
+  /** Leading blocks beyond those that own placements predict. */
+  predictedBlocks: number
+  /** Share of predicted cached tokens that its engine confirms. */
+  fidelity: number
+  /** How far its events are believed. */
+  trust: TrustState
+  /** The cost with its terms. */
+  cost: Cost
+}
+
+/** Leading blocks by tier. */
+export interface Overlap {
+  /** Blocks in accelerator memory. */
+  device: number
+  /** Blocks in host memory only. */
+  host: number
+  /** Blocks on local disk only. */
+  disk: number
+  /** Blocks in shared storage only. */
+  external: number
+}
+
+/** What a placement costs, in blocks; lower is better. */
+export interface Cost {
+  /** `preference × (prefillWeight × (uncached + booked) + decodeBlocks + requestWeight × activeRequests)`. */
+  total: number
+  /** Request blocks less credited overlap. */
+  uncachedPrefillBlocks: number
+  /** Prefill already booked on the target, less what is of this request's own prefix. */
+  bookedPrefillBlocks: number
+  /** Distinct blocks active after the placement. */
+  decodeBlocks: number
+  /** Active requests before the placement. */
+  activeRequests: number
+  /** The weight of both prefill terms. */
+  prefillWeight: number
+  /** The weight of active requests. */
+  requestWeight: number
+  /** The multiplier. */
+  preference: number
+}
+
+/**
+ * Which binding artifact the generated loader actually loaded: `'native'` for
+ * a native addon, otherwise the `platformArchABI` of the WASI flavor. Every
+ * flavor napi-rs can build is listed, because `NAPI_RS_NATIVE_LIBRARY_PATH`
+ * can point the loader at a WASI artifact this package does not build itself.
+ */
+export declare const __napiBindingTarget: 'native' | 'wasm32-wasi' | 'wasm32-wasip1'
 
 /**
  * Decides which worker serves a request. Every method is synchronous; only `waitReady` waits. See `kvlane::Router` in the
@@ -160,44 +207,6 @@ export interface BlockHashes {
   local: BigUint64Array
   /** Sequence hash of each complete block. */
   sequence: BigUint64Array
-}
-
-/** r" One target and what placing a request there costs. */
-export interface Candidate {
-  /** r" The worker. */
-  worker: string
-  /** r" Its data-parallel rank. */
-  dpRank: number
-  /** r" Leading blocks that its events confirm. */
-  overlap: Overlap
-  /** r" Leading blocks beyond those that own placements predict. */
-  predictedBlocks: number
-  /** r" Share of predicted cached tokens that its engine confirms. */
-  fidelity: number
-  /** r" How far its events are believed. */
-  trust: TrustState
-  /** r" The cost with its terms. */
-  cost: Cost
-}
-
-/** r" What a placement costs, in blocks; lower is better. */
-export interface Cost {
-  /** r" `preference × (prefillWeight × (uncached + booked) + decodeBlocks + requestWeight × activeRequests)`. */
-  total: number
-  /** r" Request blocks less credited overlap. */
-  uncachedPrefillBlocks: number
-  /** r" Prefill already booked on the target, less what is of this request's own prefix. */
-  bookedPrefillBlocks: number
-  /** r" Distinct blocks active after the placement. */
-  decodeBlocks: number
-  /** r" Active requests before the placement. */
-  activeRequests: number
-  /** r" The weight of both prefill terms. */
-  prefillWeight: number
-  /** r" The weight of active requests. */
-  requestWeight: number
-  /** r" The multiplier. */
-  preference: number
 }
 
 /** Every `code` that an error may have. */
@@ -279,18 +288,6 @@ export interface MediaItem {
   length: number
   /** What identifies its content; must equal the engine's identifier. */
   digest: Uint8Array
-}
-
-/** r" Leading blocks by tier. */
-export interface Overlap {
-  /** r" Blocks in accelerator memory. */
-  device: number
-  /** r" Blocks in host memory only. */
-  host: number
-  /** r" Blocks on local disk only. */
-  disk: number
-  /** r" Blocks in shared storage only. */
-  external: number
 }
 
 /** r" Size of what own placements are believed to hold. */

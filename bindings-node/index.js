@@ -1,14 +1,45 @@
 'use strict'
 
 const native = require('./native.js')
-
-const { Lease } = native
+const { candidatesOf } = require('./lib/candidates.js')
+const { Lease } = require('./lib/lease.js')
+const { compact } = require('./lib/prompt.js')
 
 /** How often readiness is looked at. A stream connects in tens of milliseconds. */
 const POLL_MS = 10
 
 // A class of the language, since those of napi take a call without `new` as one on the global object.
 class Router extends native.Router {
+  /** Where the native part writes the numbers of the last booking. */
+  #facts = new Float64Array(4)
+
+  constructor(options) {
+    super(options)
+    this._shareFacts(Buffer.from(this.#facts.buffer))
+  }
+
+  record(worker, prompt, options) {
+    super.record(worker, compact(prompt), options)
+  }
+
+  overlap(prompt, options) {
+    return super.overlap(compact(prompt), options)
+  }
+
+  rank(prompt, options) {
+    return candidatesOf(super.rank(compact(prompt), options))
+  }
+
+  select(prompt, options) {
+    const worker = super.select(compact(prompt), options)
+    return worker === null ? null : new Lease(this, worker, this.#facts)
+  }
+
+  book(requestId, worker, prompt, options) {
+    const booked = super.book(requestId, worker, compact(prompt), options)
+    return new Lease(this, booked, this.#facts)
+  }
+
   async waitReady({ workers = 1, timeoutMs = Infinity, signal } = {}) {
     signal?.throwIfAborted()
     if (!(timeoutMs >= 0)) {
@@ -32,9 +63,10 @@ if (Symbol.dispose) {
   Router.prototype[Symbol.dispose] = function dispose() {
     this.close()
   }
-  Lease.prototype[Symbol.dispose] = function dispose() {
-    this.release({ ok: false })
-  }
+}
+
+function blockHashes(prompt, options) {
+  return native.blockHashes(compact(prompt), options)
 }
 
 function pause(ms, signal) {
@@ -57,7 +89,7 @@ function refused(message) {
 
 module.exports.Router = Router
 module.exports.Lease = Lease
-module.exports.blockHashes = native.blockHashes
+module.exports.blockHashes = blockHashes
 module.exports.errorCodes = native.errorCodes
 module.exports.version = native.version
 module.exports.__napiBindingTarget = native.__napiBindingTarget

@@ -835,7 +835,6 @@ function __napiStampBindingTarget(exportsObject, target) {
 // linked import resolves to `undefined`.
 module.exports.__napiBindingTarget = __napiStampBindingTarget(nativeBinding, __napiLoadedBindingTarget)
 module.exports = nativeBinding
-module.exports.Lease = nativeBinding.Lease
 module.exports.Router = nativeBinding.Router
 module.exports.blockHashes = nativeBinding.blockHashes
 module.exports.errorCodes = nativeBinding.errorCodes

@@ -60,8 +60,80 @@ export interface Router {
   [Symbol.dispose](): void
 }
 
-export interface Lease {
+/**
+ * A booked request. It ends with `release`, with `Router.finish`, or when it was idle for its `ttl`; that the object is
+ * collected ends nothing, so the id alone may be kept.
+ */
+export declare class Lease {
+  private constructor()
+  /** The booking's name, for `Router.finish`. */
+  get id(): string
+  /** The chosen worker. */
+  get worker(): string
+  /** The chosen rank. */
+  get dpRank(): number
+  /** Leading blocks that the decision counts on, confirmed by events or predicted from placements. */
+  get overlapBlocks(): number
+  /** Prompt tokens that the engine is expected to report as cached. */
+  get predictedCachedTokens(): number
+  /** Returns every candidate of the decision with every cost term, by worker and rank. */
+  explain(): Array<Candidate>
+  /** Says that the first token came: the prompt no longer waits for prefill. Extends the lease. */
+  prefillDone(): void
+  /** Says how many tokens were produced so far. Extends the lease. */
+  outputTokens(tokens: number): void
+  /** Releases the booking and learns from how it ended. Returns false when it had ended before: a no-op. */
+  release(outcome?: FinishOptions): boolean
   /** Releases the booking if nobody has, as of a request that failed, at the end of a `using` block. */
   [Symbol.dispose](): void
 }
 
+/** One target and what placing a request there costs. */
+export interface Candidate {
+  /** The worker. */
+  worker: string
+  /** Its data-parallel rank. */
+  dpRank: number
+  /** Leading blocks that its events confirm. */
+  overlap: Overlap
+  /** Leading blocks beyond those that own placements predict. */
+  predictedBlocks: number
+  /** Share of predicted cached tokens that its engine confirms. */
+  fidelity: number
+  /** How far its events are believed. */
+  trust: TrustState
+  /** The cost with its terms. */
+  cost: Cost
+}
+
+/** Leading blocks by tier. */
+export interface Overlap {
+  /** Blocks in accelerator memory. */
+  device: number
+  /** Blocks in host memory only. */
+  host: number
+  /** Blocks on local disk only. */
+  disk: number
+  /** Blocks in shared storage only. */
+  external: number
+}
+
+/** What a placement costs, in blocks; lower is better. */
+export interface Cost {
+  /** `preference × (prefillWeight × (uncached + booked) + decodeBlocks + requestWeight × activeRequests)`. */
+  total: number
+  /** Request blocks less credited overlap. */
+  uncachedPrefillBlocks: number
+  /** Prefill already booked on the target, less what is of this request's own prefix. */
+  bookedPrefillBlocks: number
+  /** Distinct blocks active after the placement. */
+  decodeBlocks: number
+  /** Active requests before the placement. */
+  activeRequests: number
+  /** The weight of both prefill terms. */
+  prefillWeight: number
+  /** The weight of active requests. */
+  requestWeight: number
+  /** The multiplier. */
+  preference: number
+}

@@ -31,7 +31,7 @@ if (!readdirSync(out).some((file) => file.endsWith('.tgz'))) throw new Error('no
 const { scripts, devDependencies, ...published } = readPackage(source)
 const main = join(stage, 'main')
 mkdirSync(main)
-for (const file of published.files) cpSync(join(source, file), join(main, file))
+for (const file of published.files) cpSync(join(source, file), join(main, file), { recursive: true })
 copyFileSync(join(source, '../docs/node.md'), join(main, 'README.md'))
 writeFileSync(join(main, 'package.json'), `${JSON.stringify({ ...published, optionalDependencies: optional }, null, 2)}\n`)
 pack(main)

@@ -1,29 +1,60 @@
-//! Bookings.
+//! Bookings: what `Lease` in lib/lease.js asks of its router.
+//!
+//! A lease is an object of JavaScript with a number. An object of a native class would cost more than the whole decision: it is
+//! made and unmade through the runtime's tables, and it keeps its memory until the garbage collector asks for it.
 
-use std::rc::Rc;
+use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::Instant;
 
-use kvlane::{Decision, LeaseId, Outcome, RequestGuard};
-use napi::bindgen_prelude::{Env, Object};
+use kvlane::{Decision, Error, ErrorKind, LeaseId, Outcome, RequestGuard};
+use napi::bindgen_prelude::{Buffer, Env, Object};
 use napi_derive::napi;
 
-use crate::error::Result;
+use crate::error::{Result, invalid, to_js};
 use crate::read::{Given, maybe, need, options};
-use crate::report::Candidate;
-use crate::router::Core;
+use crate::report::{Candidates, candidates};
+use crate::router::Router;
 
-/// A booked request. It ends with `release`, with `Router.finish`, or when it was idle for its `ttl`; that the object is
-/// collected ends nothing, so the id alone may be kept.
-#[napi]
-#[expect(
-    missing_debug_implementations,
-    reason = "JavaScript sees it through its getters"
-)]
-pub struct Lease {
-    core: Rc<Core>,
-    id: LeaseId,
-    decision: Arc<Decision>,
+/// The decisions behind bookings that live; of those that ended, the core keeps the last.
+#[derive(Default)]
+pub(crate) struct Decisions {
+    live: HashMap<LeaseId, Arc<Decision>>,
+    /// At this size, those are dropped whose lease has run out.
+    limit: usize,
+}
+
+impl Decisions {
+    fn add(&mut self, router: &kvlane::Router, id: LeaseId, decision: Arc<Decision>) {
+        if self.live.len() >= self.limit.max(MIN_LIMIT) {
+            self.live.retain(|id, _| router.is_booked(*id));
+            self.limit = 2 * self.live.len();
+        }
+        self.live.insert(id, decision);
+    }
+
+    pub(crate) fn remove(&mut self, id: LeaseId) {
+        self.live.remove(&id);
+    }
+}
+
+const MIN_LIMIT: usize = 1_024;
+
+/// Memory that JavaScript shares: four numbers of the last booking, as `Lease` in lib/lease.js reads them.
+pub(crate) struct Facts(Buffer);
+
+impl Facts {
+    fn write(&mut self, id: LeaseId, decision: &Decision) {
+        let facts = [
+            id.as_u64() as f64,
+            decision.target.dp_rank.into(),
+            decision.overlap_blocks().into(),
+            decision.predicted_cached_tokens.into(),
+        ];
+        for (place, fact) in self.0.as_chunks_mut::<8>().0.iter_mut().zip(facts) {
+            *place = fact.to_ne_bytes();
+        }
+    }
 }
 
 options! {
@@ -41,93 +72,134 @@ options! {
 }
 
 #[napi]
-impl Lease {
-    pub(crate) fn new(core: &Rc<Core>, guard: RequestGuard, now: Instant) -> Self {
-        let decision = Arc::clone(guard.decision());
-        Self {
-            core: Rc::clone(core),
-            id: guard.detach(now),
-            decision,
-        }
+impl Router {
+    /// Takes the memory for the numbers of a booking.
+    #[napi(js_name = "_shareFacts", skip_typescript)]
+    pub fn share_facts(&self, memory: Buffer) {
+        *self.facts.borrow_mut() = Some(Facts(memory));
     }
 
-    /// The booking's name, for `Router.finish`.
-    #[napi(getter)]
-    pub fn id(&self) -> String {
-        self.id.to_string()
+    /// Lists the candidates of a decision.
+    #[napi(js_name = "_explain", skip_typescript)]
+    pub fn lease_explain(&self, lease: f64) -> Result<Candidates> {
+        let id = id_of(lease);
+        let live = self.decisions.borrow().live.get(&id).map(Arc::clone);
+        let decision = live.or_else(|| self.core.router.decision(id));
+        let decision = decision.ok_or_else(|| {
+            invalid(format!(
+                "the decision of lease {id} is not kept any more: those of live leases are, and the last few"
+            ))
+        })?;
+        Ok(candidates(&decision.candidates()))
     }
 
-    /// The chosen worker.
-    #[napi(getter)]
-    pub fn worker(&self) -> &str {
-        self.decision.target.worker.as_str()
-    }
-
-    /// The chosen rank.
-    #[napi(getter)]
-    pub fn dp_rank(&self) -> u32 {
-        self.decision.target.dp_rank
-    }
-
-    /// Leading blocks that the decision counts on, confirmed by events or predicted from placements.
-    #[napi(getter)]
-    pub fn overlap_blocks(&self) -> u32 {
-        self.decision.overlap_blocks()
-    }
-
-    /// Prompt tokens that the engine is expected to report as cached.
-    #[napi(getter)]
-    pub fn predicted_cached_tokens(&self) -> u32 {
-        self.decision.predicted_cached_tokens
-    }
-
-    /// Returns every candidate of the decision with every cost term, by worker and rank.
-    #[napi]
-    pub fn explain(&self) -> Vec<Candidate> {
-        self.decision.candidates().iter().map(Into::into).collect()
-    }
-
-    /// Says that the first token came: the prompt no longer waits for prefill. Extends the lease.
-    #[napi]
-    pub fn prefill_done(&self, env: &Env) -> Result<()> {
+    /// See `Lease.prefillDone`.
+    #[napi(js_name = "_prefillDone", skip_typescript)]
+    pub fn lease_prefill_done(&self, env: &Env, lease: f64) -> Result<()> {
         let now = self.core.clock.now(env)?;
-        self.core.router.prefill_done(self.id, now);
+        self.core.router.prefill_done(id_of(lease), now);
         Ok(())
     }
 
-    /// Says how many tokens were produced so far. Extends the lease.
-    #[napi]
-    pub fn output_tokens(
-        &self,
-        env: &Env,
-        #[napi(ts_arg_type = "number")] tokens: Given<'_, f64>,
-    ) -> Result<()> {
+    /// See `Lease.outputTokens`.
+    #[napi(js_name = "_outputTokens", skip_typescript)]
+    pub fn lease_output_tokens(&self, env: &Env, lease: f64, tokens: Given<'_, f64>) -> Result<()> {
         let total = need(tokens, "tokens")?;
         let now = self.core.clock.now(env)?;
-        self.core.router.output_tokens(self.id, total, now);
+        self.core.router.output_tokens(id_of(lease), total, now);
         Ok(())
     }
 
-    /// Releases the booking and learns from how it ended. Returns false when it had ended before: a no-op.
-    #[napi]
-    pub fn release(
+    /// Releases with an outcome that lib/lease.js has read; a negative count is absent.
+    #[napi(js_name = "_release", skip_typescript)]
+    pub fn lease_release(
         &self,
         env: &Env,
-        #[napi(ts_arg_type = "FinishOptions")] outcome: Option<Given<'_, Object<'_>>>,
+        lease: f64,
+        ok: bool,
+        dispatched: bool,
+        cached_tokens: f64,
+        prompt_tokens: f64,
     ) -> Result<bool> {
-        let outcome = read_outcome(outcome)?;
+        let outcome = outcome(ok, dispatched, count(cached_tokens), count(prompt_tokens));
+        self.release(env, id_of(lease), &outcome)
+    }
+
+    /// Releases with an outcome that is not known to be well formed.
+    #[napi(js_name = "_releaseWith", skip_typescript)]
+    pub fn lease_release_with(
+        &self,
+        env: &Env,
+        lease: f64,
+        outcome: Option<Given<'_, Object<'_>>>,
+    ) -> Result<bool> {
+        self.release(env, id_of(lease), &read_outcome(outcome)?)
+    }
+}
+
+impl Router {
+    /// Hands a booking over to JavaScript: its worker here, its numbers in the shared memory.
+    pub(crate) fn lend(&self, guard: RequestGuard, now: Instant) -> Result<String> {
+        let decision = Arc::clone(guard.decision());
+        let mut facts = self.facts.borrow_mut();
+        let Some(facts) = &mut *facts else {
+            let error = Error::new(ErrorKind::Closed, "the router was not made by its class");
+            return Err(to_js(error));
+        };
+        let id = guard.detach(now);
+        facts.write(id, &decision);
+        let worker = decision.target.worker.as_str().to_owned();
+        let mut decisions = self.decisions.borrow_mut();
+        decisions.add(&self.core.router, id, decision);
+        Ok(worker)
+    }
+
+    pub(crate) fn release(&self, env: &Env, id: LeaseId, outcome: &Outcome) -> Result<bool> {
         let now = self.core.clock.now(env)?;
-        Ok(self.core.router.finish(self.id, &outcome, now))
+        self.decisions.borrow_mut().remove(id);
+        Ok(self.core.router.finish(id, outcome, now))
     }
 }
 
 pub(crate) fn read_outcome(given: Option<Given<'_, Object<'_>>>) -> Result<Outcome> {
     let read: FinishOptions = maybe(given, "outcome")?.unwrap_or_default();
-    let mut outcome = match (read.dispatched, read.ok) {
-        (Some(false), _) => Outcome::not_dispatched(),
-        (_, Some(false)) => Outcome::failed(),
-        _ => Outcome::ok(),
+    let (ok, dispatched) = (read.ok.unwrap_or(true), read.dispatched.unwrap_or(true));
+    Ok(outcome(
+        ok,
+        dispatched,
+        read.cached_tokens,
+        read.prompt_tokens,
+    ))
+}
+
+fn outcome(
+    ok: bool,
+    dispatched: bool,
+    cached_tokens: Option<u32>,
+    prompt_tokens: Option<u32>,
+) -> Outcome {
+    let outcome = match (dispatched, ok) {
+        (false, _) => Outcome::not_dispatched(),
+        (true, false) => Outcome::failed(),
+        (true, true) => Outcome::ok(),
     };
-    outcome = outcome.reported(read.cached_tokens, read.prompt_tokens);
-    Ok(outcome)
+    outcome.reported(cached_tokens, prompt_tokens)
+}
+
+fn id_of(lease: f64) -> LeaseId {
+    #[expect(
+        clippy::cast_possible_truncation,
+        clippy::cast_sign_loss,
+        reason = "it was made from an id; casts saturate"
+    )]
+    LeaseId::from_u64(lease as u64)
+}
+
+fn count(number: f64) -> Option<u32> {
+    #[expect(
+        clippy::cast_possible_truncation,
+        clippy::cast_sign_loss,
+        reason = "lib/lease.js lets u32 and -1 through; casts saturate"
+    )]
+    (number >= 0.0).then_some(number as u32)
 }

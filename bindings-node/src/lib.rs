@@ -14,19 +14,19 @@ mod report;
 mod router;
 
 pub use config::RouterOptions;
-pub use lease::{FinishOptions, Lease};
+pub use lease::FinishOptions;
 pub use prompt::HashOptions;
 pub use read::MediaItem;
 pub use report::{
-    Candidate, Cost, IndexStats, IngestReport, Overlap, PlacementStats, RankTrust, RouterStats,
-    TargetOverlap, TierBlocks, Trust, WorkerInfo,
+    IndexStats, IngestReport, PlacementStats, RankTrust, RouterStats, TargetOverlap, TierBlocks,
+    Trust, WorkerInfo,
 };
 pub use router::{
     IngestOptions, LoadOptions, PromptOptions, RecordOptions, Router, SelectOptions,
     SelectOverrides, WorkerOptions,
 };
 
-use kvlane::{BlockSize, ErrorKind};
+use kvlane::{BlockSize, ErrorKind, TrustState};
 use napi::bindgen_prelude::{BigUint64Array, Object};
 use napi_derive::napi;
 
@@ -44,6 +44,12 @@ pub fn version() -> &'static str {
 #[napi(ts_return_type = "Array<ErrorCode>")]
 pub fn error_codes() -> Vec<&'static str> {
     ErrorKind::ALL.iter().map(|kind| kind.code()).collect()
+}
+
+/// Every trust state, in the order of the numbers of `Candidates`.
+#[napi(skip_typescript)]
+pub fn trust_states() -> Vec<&'static str> {
+    TrustState::ALL.iter().map(|state| state.name()).collect()
 }
 
 /// The hashes of a prompt's complete blocks.

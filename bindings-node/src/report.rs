@@ -3,7 +3,8 @@
 use std::collections::{BTreeMap, HashMap};
 use std::time::{Duration, Instant};
 
-use kvlane::WorkerRank;
+use kvlane::{TrustState, WorkerRank};
+use napi::bindgen_prelude::Float64Array;
 use napi_derive::napi;
 
 use crate::clock::Clock;
@@ -35,57 +36,6 @@ answers! {
         disk: u32,
         /// Blocks in shared storage only.
         external: u32,
-    }
-
-    /// Leading blocks by tier.
-    Overlap {
-        /// Blocks in accelerator memory.
-        device: u32,
-        /// Blocks in host memory only.
-        host: u32,
-        /// Blocks on local disk only.
-        disk: u32,
-        /// Blocks in shared storage only.
-        external: u32,
-    }
-
-    /// One target and what placing a request there costs.
-    Candidate {
-        /// The worker.
-        worker: String,
-        /// Its data-parallel rank.
-        dp_rank: u32,
-        /// Leading blocks that its events confirm.
-        overlap: Overlap,
-        /// Leading blocks beyond those that own placements predict.
-        predicted_blocks: u32,
-        /// Share of predicted cached tokens that its engine confirms.
-        fidelity: f64,
-        /// How far its events are believed.
-        #[napi(ts_type = "TrustState")]
-        trust: String,
-        /// The cost with its terms.
-        cost: Cost,
-    }
-
-    /// What a placement costs, in blocks; lower is better.
-    Cost {
-        /// `preference × (prefillWeight × (uncached + booked) + decodeBlocks + requestWeight × activeRequests)`.
-        total: f64,
-        /// Request blocks less credited overlap.
-        uncached_prefill_blocks: f64,
-        /// Prefill already booked on the target, less what is of this request's own prefix.
-        booked_prefill_blocks: f64,
-        /// Distinct blocks active after the placement.
-        decode_blocks: f64,
-        /// Active requests before the placement.
-        active_requests: f64,
-        /// The weight of both prefill terms.
-        prefill_weight: f64,
-        /// The weight of active requests.
-        request_weight: f64,
-        /// The multiplier.
-        preference: f64,
     }
 
     /// What was done with one batch of events.
@@ -239,32 +189,41 @@ impl TargetOverlap {
     }
 }
 
-impl From<&kvlane::Candidate> for Candidate {
-    fn from(from: &kvlane::Candidate) -> Self {
-        Self {
-            worker: from.target.worker.as_str().to_owned(),
-            dp_rank: from.target.dp_rank,
-            overlap: Overlap {
-                device: from.overlap.device,
-                host: from.overlap.host,
-                disk: from.overlap.disk,
-                external: from.overlap.external,
-            },
-            predicted_blocks: from.predicted_blocks,
-            fidelity: from.fidelity,
-            trust: from.trust.name().to_owned(),
-            cost: Cost {
-                total: from.cost.total,
-                uncached_prefill_blocks: from.cost.uncached_prefill_blocks,
-                booked_prefill_blocks: from.cost.booked_prefill_blocks,
-                decode_blocks: from.cost.decode_blocks,
-                active_requests: from.cost.active_requests,
-                prefill_weight: from.cost.prefill_weight,
-                request_weight: from.cost.request_weight,
-                preference: from.cost.preference,
-            },
-        }
-    }
+/// Candidates as JavaScript makes objects of them: the worker of each, and sixteen numbers of each as lib/candidates.js reads
+/// them.
+pub(crate) type Candidates = (Vec<String>, Float64Array);
+
+pub(crate) fn candidates(from: &[kvlane::Candidate]) -> Candidates {
+    let workers = from.iter();
+    let workers = workers.map(|candidate| candidate.target.worker.as_str().to_owned());
+    let numbers: Vec<f64> = from.iter().flat_map(numbers).collect();
+    (workers.collect(), numbers.into())
+}
+
+fn numbers(candidate: &kvlane::Candidate) -> [f64; 16] {
+    let state = TrustState::ALL
+        .iter()
+        .position(|state| *state == candidate.trust)
+        .unwrap_or_default();
+    let (overlap, cost) = (&candidate.overlap, &candidate.cost);
+    [
+        candidate.target.dp_rank.into(),
+        overlap.device.into(),
+        overlap.host.into(),
+        overlap.disk.into(),
+        overlap.external.into(),
+        candidate.predicted_blocks.into(),
+        candidate.fidelity,
+        state as f64,
+        cost.total,
+        cost.uncached_prefill_blocks,
+        cost.booked_prefill_blocks,
+        cost.decode_blocks,
+        cost.active_requests,
+        cost.prefill_weight,
+        cost.request_weight,
+        cost.preference,
+    ]
 }
 
 impl From<kvlane::IngestReport> for IngestReport {

@@ -2,7 +2,6 @@
 
 use std::cell::RefCell;
 use std::collections::HashMap;
-use std::rc::Rc;
 use std::time::Duration;
 
 use kvlane::subscribe::Subscriber;
@@ -16,10 +15,12 @@ use napi_derive::napi;
 
 use crate::clock::Clock;
 use crate::error::{Result, invalid, to_js};
-use crate::lease::{Lease, read_outcome};
+use crate::lease::{Decisions, Facts, read_outcome};
 use crate::prompt::{Content, GivenPrompt, Salt};
 use crate::read::{Given, MediaItem, maybe, need, options};
-use crate::report::{Candidate, IngestReport, RouterStats, TargetOverlap, Trust, WorkerInfo};
+use crate::report::{
+    Candidates, IngestReport, RouterStats, TargetOverlap, Trust, WorkerInfo, candidates,
+};
 
 /// Decides which worker serves a request. Every method is synchronous; only `waitReady` waits. See `kvlane::Router` in the
 /// Rust documentation.
@@ -29,12 +30,14 @@ use crate::report::{Candidate, IngestReport, RouterStats, TargetOverlap, Trust, 
     reason = "JavaScript sees it through its methods"
 )]
 pub struct Router {
-    core: Rc<Core>,
+    pub(crate) core: Core,
     /// Follows event streams; begun with the first worker that has one.
     subscriber: RefCell<Option<Subscriber>>,
+    pub(crate) decisions: RefCell<Decisions>,
+    pub(crate) facts: RefCell<Option<Facts>>,
 }
 
-/// What a router shares with its leases.
+/// The router and its clock.
 pub(crate) struct Core {
     pub(crate) router: kvlane::Router,
     pub(crate) clock: Clock,
@@ -184,8 +187,10 @@ impl Router {
             clock: Clock::new(env, clock)?,
         };
         Ok(Self {
-            core: Rc::new(core),
+            core,
             subscriber: RefCell::default(),
+            decisions: RefCell::default(),
+            facts: RefCell::default(),
         })
     }
 
@@ -312,37 +317,36 @@ impl Router {
     }
 
     /// Returns every eligible target, cheapest first. Nothing is booked.
-    #[napi]
+    #[napi(ts_return_type = "Array<Candidate>")]
     pub fn rank(
         &self,
         env: &Env,
         #[napi(ts_arg_type = "Prompt")] prompt: GivenPrompt<'_>,
         #[napi(ts_arg_type = "SelectOptions")] options: Option<Options<'_>>,
-    ) -> Result<Vec<Candidate>> {
+    ) -> Result<Candidates> {
         let request = self.request(&prompt, options)?;
         let now = self.core.clock.now(env)?;
         let ranked = self.open()?.rank(&request.borrow(), now);
-        let ranked = ranked.map_err(to_js)?;
-        Ok(ranked.iter().map(Into::into).collect())
+        Ok(candidates(&ranked.map_err(to_js)?))
     }
 
     /// Chooses a target and books the request on it. `null` when no worker is eligible.
-    #[napi]
+    #[napi(ts_return_type = "Lease | null")]
     pub fn select(
         &self,
         env: &Env,
         #[napi(ts_arg_type = "Prompt")] prompt: GivenPrompt<'_>,
         #[napi(ts_arg_type = "SelectOptions")] options: Option<Options<'_>>,
-    ) -> Result<Option<Lease>> {
+    ) -> Result<Option<String>> {
         let request = self.request(&prompt, options)?;
         let now = self.core.clock.now(env)?;
         let guard = self.open()?.select(&request.borrow(), now);
         let guard = guard.map_err(to_js)?;
-        Ok(guard.map(|guard| Lease::new(&self.core, guard, now)))
+        guard.map(|guard| self.lend(guard, now)).transpose()
     }
 
     /// Books a request on a target that was chosen elsewhere.
-    #[napi]
+    #[napi(ts_return_type = "Lease")]
     pub fn book(
         &self,
         env: &Env,
@@ -350,7 +354,7 @@ impl Router {
         #[napi(ts_arg_type = "string")] worker: Text<'_>,
         #[napi(ts_arg_type = "Prompt")] prompt: GivenPrompt<'_>,
         #[napi(ts_arg_type = "SelectOptions")] options: Option<Options<'_>>,
-    ) -> Result<Lease> {
+    ) -> Result<String> {
         let request_id: String = need(request_id, "requestId")?;
         let worker: String = need(worker, "worker")?;
         let mut request = self.request(&prompt, options)?;
@@ -359,7 +363,7 @@ impl Router {
         let now = self.core.clock.now(env)?;
         let router = self.open()?;
         let guard = router.book(&worker, dp_rank, &request.borrow(), now);
-        Ok(Lease::new(&self.core, guard.map_err(to_js)?, now))
+        self.lend(guard.map_err(to_js)?, now)
     }
 
     /// Releases a booking by its id. False when it is not known (any more): a no-op.
@@ -372,11 +376,10 @@ impl Router {
     ) -> Result<bool> {
         let id: String = need(lease_id, "leaseId")?;
         let outcome = read_outcome(outcome)?;
-        let now = self.core.clock.now(env)?;
-        Ok(id.parse().is_ok_and(|id| {
-            let id = LeaseId::from_u64(id);
-            self.core.router.finish(id, &outcome, now)
-        }))
+        let Ok(id) = id.parse() else {
+            return Ok(false);
+        };
+        self.release(env, LeaseId::from_u64(id), &outcome)
     }
 
     /// Takes in what an engine reports of its load.

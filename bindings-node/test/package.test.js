@@ -45,6 +45,7 @@ test('the packed package works in an empty project, by import and by require', a
     'index.d.ts',
     'index.js',
     'index.mjs',
+    'lib',
     'native.js',
     'package.json',
   ])

@@ -195,6 +195,19 @@ test('an audit lowers the fidelity of a worker that reports less', () => {
   assert.ok(kv.trust('w1').fidelity < 0.5)
 })
 
+test('a lease explains itself while it lives, and among the last decisions', () => {
+  const { router: kv } = router()
+  const [live, ended] = [kv.select(TOKENS), kv.select(TOKENS)]
+  const explained = ended.explain()
+  ended.release()
+  assert.deepEqual(ended.explain(), explained)
+  for (let call = 0; call < 300; call++) kv.select(TOKENS).release()
+  assert.equal(live.explain().length, explained.length)
+  assert.throws(() => ended.explain(), { code: 'invalid_request', message: /lease \d+ .* the last few/ })
+  kv.close()
+  assert.equal(live.explain().length, explained.length)
+})
+
 test('trust tells since when', () => {
   const before = Date.now() / 1_000
   const kv = new Router()
