@@ -409,6 +409,8 @@ export interface RouterStats {
   noWorker: number
   /** r" Bookings that were released because their lease ran out. */
   expiredLeases: number
+  /** r" Blocks that were forgotten to keep within `maxIndexBytes`. */
+  forgottenBlocks: number
   /** r" What was not applied of all event streams, by reason. */
   skipped: Record<string, number>
 }

@@ -171,6 +171,8 @@ answers! {
         no_worker: i64,
         /// Bookings that were released because their lease ran out.
         expired_leases: i64,
+        /// Blocks that were forgotten to keep within `maxIndexBytes`.
+        forgotten_blocks: i64,
         /// What was not applied of all event streams, by reason.
         skipped: HashMap<String, i64>,
     }
@@ -307,6 +309,7 @@ impl From<kvlane::RouterStats> for RouterStats {
             decisions: count(from.decisions),
             no_worker: count(from.no_worker),
             expired_leases: count(from.expired_leases),
+            forgotten_blocks: count(from.forgotten_blocks),
             skipped: skipped(&from.skipped),
         }
     }

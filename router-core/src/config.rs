@@ -50,7 +50,9 @@ pub struct RouterConfig {
     pub temperature: f64,
     /// Seconds without activity after which a detached booking is released (default 300, above 0).
     pub lease_seconds: f64,
-    /// Hard bound of index memory. Not available yet: any value is refused.
+    /// Bound of the memory of the index, of pending blocks and of own placements, in bytes (default none, at least 1 MiB).
+    /// Beyond it what was used least recently is forgotten down to seven eighths, which costs hits and never wrong
+    /// credit: each (worker, rank) with a full cache of n blocks takes about 25 n bytes.
     pub max_index_bytes: Option<u64>,
     /// Pending engine blocks with unknown parents kept for each (worker, rank) (default 65,536).
     pub max_orphan_blocks: usize,
@@ -128,9 +130,12 @@ impl RouterConfig {
                 "silent_worker_requests 0 is out of range: 1 or more prompts are accepted",
             ));
         }
-        if let Some(bytes) = self.max_index_bytes {
+        if let Some(bytes) = self
+            .max_index_bytes
+            .filter(|&bytes| bytes < MIN_INDEX_BYTES)
+        {
             return Err(Error::config(format!(
-                "max_index_bytes {bytes} cannot be enforced by this version; leave the key out"
+                "max_index_bytes {bytes} is out of range: {MIN_INDEX_BYTES} or more are accepted"
             )));
         }
         Ok(())
@@ -275,6 +280,9 @@ fn in_range(key: &str, value: f64, min: f64, max: f64) -> Result<()> {
     )))
 }
 
+/// Below this the fixed parts of an index would crowd out what it is for.
+const MIN_INDEX_BYTES: u64 = 1 << 20;
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -341,7 +349,7 @@ mod tests {
             assert!(error.to_string().contains(key), "{error}");
         }
         let zero = RouterConfig {
-            max_index_bytes: Some(1),
+            max_index_bytes: Some(MIN_INDEX_BYTES - 1),
             ..RouterConfig::default()
         };
         assert!(

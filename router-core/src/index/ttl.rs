@@ -97,6 +97,14 @@ pub struct TtlStats {
     pub placements: usize,
 }
 
+impl TtlStats {
+    /// Estimates the memory in bytes, from what an allocation of each kind takes.
+    #[must_use]
+    pub const fn bytes(&self) -> usize {
+        self.blocks * BLOCK_BYTES + self.nodes * NODE_BYTES + self.placements * PLACEMENT_BYTES
+    }
+}
+
 impl TtlIndex {
     /// Creates an empty index without capacity bounds.
     #[must_use]
@@ -135,7 +143,7 @@ impl TtlIndex {
         });
         if bound.excess() > 0 {
             self.expire_slot(slot, now);
-            self.evict(slot, bound);
+            self.evict(slot, bound, Bound::excess);
         }
         placement
     }
@@ -193,7 +201,7 @@ impl TtlIndex {
     pub fn set_capacity(&self, slot: Slot, capacity_blocks: Option<usize>) {
         if let Some(bound) = self.bounds.at(slot.index()) {
             bound.set_capacity(capacity_blocks);
-            self.evict(slot, bound);
+            self.evict(slot, bound, Bound::excess);
         }
     }
 
@@ -233,6 +241,35 @@ impl TtlIndex {
         stats
     }
 
+    /// Forgets blocks until the index takes about `bytes`, and returns how many went: of each slot the same share, least
+    /// recently used first.
+    pub fn shrink_to(&self, bytes: usize) -> usize {
+        let stats = self.stats();
+        let excess = stats.bytes().saturating_sub(bytes);
+        if excess == 0 {
+            return 0;
+        }
+        let slots = self.bounds.pieces().map(<[_]>::len).sum::<usize>();
+        let share = excess as f64 / stats.bytes() as f64;
+        let mut gone = 0;
+        for slot in (0_u32..).map(Slot).take(slots) {
+            let held = self.blocks(slot);
+            #[expect(
+                clippy::cast_possible_truncation,
+                clippy::cast_sign_loss,
+                reason = "a share of a number that fits"
+            )]
+            let goes = (held as f64 * share).ceil() as usize;
+            if let Some(bound) = self.bounds.get(slot.index()) {
+                self.evict(slot, bound, |bound| {
+                    (bound.blocks() + goes).saturating_sub(held)
+                });
+            }
+            gone += held - self.blocks(slot).min(held);
+        }
+        gone
+    }
+
     /// Drops what has expired of one slot, in every shard.
     fn expire_slot(&self, slot: Slot, now: Instant) {
         for shard in 0..SHARDS {
@@ -242,11 +279,11 @@ impl TtlIndex {
         }
     }
 
-    /// Evicts until the slot keeps its bound: the least recently used run first, from its tail.
-    fn evict(&self, slot: Slot, bound: &Bound) {
+    /// Evicts until nothing is in excess: the least recently used run first, from its tail.
+    fn evict(&self, slot: Slot, bound: &Bound, excess: impl Fn(&Bound) -> usize) {
         let _one_at_a_time = bound.evicting();
         loop {
-            let excess = bound.excess();
+            let excess = excess(bound);
             let (true, Some(shard)) = (excess > 0, bound.oldest_shard()) else {
                 return;
             };
@@ -295,6 +332,15 @@ impl Placement {
         self.end_blocks - self.held_blocks
     }
 }
+
+/// A block in the edge of its node, with an eighth of idle room.
+const BLOCK_BYTES: usize = 9;
+
+/// A node with its entry in the table of heads, its stairs and its share of the allocator's own.
+const NODE_BYTES: usize = 220;
+
+/// A run with its timer.
+const PLACEMENT_BYTES: usize = 96;
 
 const SHARDS: u64 = crate::sync::STRIPES as u64;
 

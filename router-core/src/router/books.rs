@@ -51,6 +51,8 @@ impl Inner {
             }
         }
         self.sessions.forget(now, self.config.ttl());
+        drop(workers);
+        self.keep_budget();
     }
 
     fn release_expired(&self, now: Instant) {

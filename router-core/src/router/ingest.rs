@@ -69,6 +69,8 @@ impl Router {
         for (reason, count) in &report.skipped {
             *stream.skipped.entry(*reason).or_insert(0) += count;
         }
+        drop(stream);
+        self.inner.keep_budget();
         Ok(report)
     }
 

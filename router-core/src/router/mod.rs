@@ -11,6 +11,7 @@
 //! (ingest, trust) → a lease → a target's load → trees. Free slots are put back without any other lock.
 
 mod books;
+mod budget;
 mod clock;
 mod history;
 mod ingest;
@@ -111,6 +112,8 @@ pub struct RouterStats {
     pub no_worker: u64,
     /// Bookings that were released because their lease ran out.
     pub expired_leases: u64,
+    /// Blocks that were forgotten to keep within `max_index_bytes`.
+    pub forgotten_blocks: u64,
     /// What was not applied of all event streams, by reason.
     pub skipped: SkipCounts,
 }
@@ -253,6 +256,7 @@ impl Router {
             decisions: counts.next.load(Ordering::Relaxed) - 1,
             no_worker: counts.no_worker.load(Ordering::Relaxed),
             expired_leases: counts.expired_leases.load(Ordering::Relaxed),
+            forgotten_blocks: counts.forgotten_blocks.load(Ordering::Relaxed),
             skipped,
         }
     }

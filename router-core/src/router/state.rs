@@ -44,6 +44,8 @@ pub(super) struct Inner {
     pub(super) history: History,
     pub(super) changes: Mutex<VecDeque<TrustChange>>,
     pub(super) counts: Counts,
+    /// Held by whoever makes room.
+    pub(super) budget: Mutex<()>,
     pub(super) closed: AtomicBool,
     pub(super) clock: Clock,
     /// Seed of tie-breaking and sampling; each decision draws from it with its own number.
@@ -58,6 +60,7 @@ pub(super) struct Counts {
     pub(super) next: AtomicU64,
     pub(super) no_worker: AtomicU64,
     pub(super) expired_leases: AtomicU64,
+    pub(super) forgotten_blocks: AtomicU64,
 }
 
 /// One life of one worker.
@@ -116,11 +119,15 @@ pub(super) struct Stream {
 
 impl Inner {
     pub(super) fn new(config: RouterConfig) -> Self {
+        let index = RadixIndex::new(OrphanLimits {
+            max_keys: config.max_orphan_blocks,
+            max_age: config.ttl(),
+        });
         Self {
-            index: RadixIndex::new(OrphanLimits {
-                max_keys: config.max_orphan_blocks,
-                max_age: config.ttl(),
-            }),
+            index: match config.max_index_bytes {
+                None => index,
+                Some(_) => index.dating_uses(),
+            },
             token_placements: TtlIndex::new(),
             text_placements: TtlIndex::new(),
             rows: Dense::new(),
@@ -135,7 +142,9 @@ impl Inner {
                 next: AtomicU64::new(1),
                 no_worker: AtomicU64::new(0),
                 expired_leases: AtomicU64::new(0),
+                forgotten_blocks: AtomicU64::new(0),
             },
+            budget: Mutex::default(),
             closed: AtomicBool::new(false),
             clock: Clock::default(),
             seed: config.seed.unwrap_or_else(|| fastrand::u64(..)),
@@ -236,6 +245,15 @@ impl Inner {
         self.token_placements.clear(target.slot);
         self.text_placements.clear(target.slot);
         self.note_resident(target);
+    }
+
+    /// Tells the indexes how much a target can hold, which changes seldom.
+    pub(super) fn expect_blocks(&self, slot: Slot, capacity_blocks: Option<usize>) {
+        // A table of its full size at once may be more than the budget has.
+        if self.config.max_index_bytes.is_none() {
+            self.index.expect_keys(slot, capacity_blocks.unwrap_or(0));
+        }
+        self.bound_placements(slot, capacity_blocks);
     }
 
     /// Tells both placement indexes how much a target can hold.

@@ -51,7 +51,7 @@ impl Router {
         let spec = &worker.spec;
         for dp_rank in 0..spec.dp_ranks {
             let slot = registry.take_slot();
-            self.inner.bound_placements(slot, spec.kv_capacity_blocks);
+            self.inner.expect_blocks(slot, spec.kv_capacity_blocks);
             let id = WorkerRank {
                 worker: spec.id.clone(),
                 dp_rank,
@@ -92,7 +92,7 @@ impl Router {
             target.stream.lock().removed = true;
             self.inner.row(target.slot).end();
             self.inner.forget(target);
-            self.inner.bound_placements(target.slot, None);
+            self.inner.expect_blocks(target.slot, None);
             if self.inner.with_load(target, TargetLoad::retire) {
                 registry.free_slots.push(target.slot);
             }
@@ -139,7 +139,7 @@ impl Router {
         let blocks = blocks.filter(|blocks| *blocks > 0);
         if worker.capacity.swap(blocks.unwrap_or(0), Ordering::Relaxed) != blocks.unwrap_or(0) {
             for target in &worker.targets {
-                self.inner.bound_placements(target.slot, blocks);
+                self.inner.expect_blocks(target.slot, blocks);
                 self.inner.row(target.slot).set_capacity_blocks(blocks);
             }
         }

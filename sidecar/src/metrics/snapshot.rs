@@ -239,6 +239,18 @@ impl Snapshot {
             "expired_leases",
             "Bookings released because their lease ran out",
             vec![(vec![], stats.expired_leases)],
+        )?;
+        out.counters(
+            "index_forgotten_blocks",
+            "Blocks forgotten to keep within max_index_bytes",
+            vec![(vec![], stats.forgotten_blocks)],
+        )?;
+        let placements = [stats.token_placements, stats.text_placements];
+        let bytes = stats.index.bytes + placements.map(|of| of.bytes()).iter().sum::<usize>();
+        out.gauges(
+            "index_bytes",
+            "Memory of the index, of pending blocks and of own placements",
+            vec![(vec![], float(bytes))],
         )
     }
 }

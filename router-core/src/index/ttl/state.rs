@@ -286,17 +286,22 @@ impl State {
             run,
         };
         let state = &mut slots[slot as usize];
+        state.timers.set(timer);
         state
             .timers
-            .set(timer, state.runs, |timer| is_set(runs, slot, timer));
+            .sweep(state.runs, |timer| is_set(runs, slot, timer));
     }
 
     fn remove_run(&mut self, run: u32) {
         let entry = self.runs.remove(run);
-        let slot = &mut self.slots[entry.slot as usize];
+        let Self { runs, slots, .. } = self;
+        let slot = &mut slots[entry.slot as usize];
         slot.runs -= 1;
         if slot.runs == 0 {
             slot.timers.forget();
+        } else {
+            slot.timers
+                .sweep(slot.runs, |timer| is_set(runs, entry.slot, timer));
         }
         if entry.older == NONE {
             slot.oldest = entry.newer;

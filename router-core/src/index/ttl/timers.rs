@@ -18,13 +18,17 @@ pub(super) struct Timer {
 }
 
 impl Timers {
-    /// Sets a timer. `live` is how many runs there are, and `is_set` tells whether a timer still means something: those
-    /// that do not are never more than those that do, by some.
-    pub(super) fn set(&mut self, timer: Timer, live: usize, is_set: impl Fn(&Timer) -> bool) {
-        if self.heap.len() >= 2 * live + SLACK {
+    /// Sets a timer.
+    pub(super) fn set(&mut self, timer: Timer) {
+        self.heap.push(Reverse(timer));
+    }
+
+    /// Drops the timers that mean nothing when they are more than those that do, by some. `live` is how many runs there
+    /// are, and `is_set` tells whether a timer still means something.
+    pub(super) fn sweep(&mut self, live: usize, is_set: impl Fn(&Timer) -> bool) {
+        if self.heap.len() > 2 * live + SLACK {
             self.heap.retain(|Reverse(timer)| is_set(timer));
         }
-        self.heap.push(Reverse(timer));
     }
 
     /// Tells whether a timer has gone off, which may mean nothing.

@@ -1,5 +1,6 @@
 //! Claims about the router as a whole; `t(a, n)` is the run of tokens a, a + 1, … (n of them), blocks are 4 tokens.
 
+mod budget;
 mod events;
 mod load;
 mod placements;
