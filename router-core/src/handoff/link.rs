@@ -35,8 +35,8 @@ enum State {
     Moving { since: Instant, share: f64 },
 }
 
-/// Transfers simulated one by one; more are taken as one lump, which is exact once all of them move.
-const SIMULATED: usize = 128;
+/// Transfers simulated one by one, which takes half a microsecond; more are taken as one lump.
+const SIMULATED: usize = 16;
 
 impl Link {
     pub(super) fn seed(&mut self, bytes_per_second: f64, fixed: Duration) {
@@ -132,28 +132,33 @@ impl Link {
     /// [`advance`](Self::advance) first.
     pub(super) fn seconds(&self, bytes: f64, delay: f64, now: Instant) -> Option<f64> {
         let fit = self.line.fit()?;
-        let work = |bytes: f64| bytes * fit.per_unit;
-        let mut others: Vec<Job> = self
-            .open
-            .values()
-            .map(|open| Job {
-                start: match open.state {
-                    State::Waiting { until } => until.saturating_duration_since(now).as_secs_f64(),
-                    State::Moving { .. } => 0.0,
-                },
-                left: work(open.left),
-            })
-            .filter(|job| job.left > 0.0)
-            .collect();
         let own = Job {
             start: delay,
-            left: work(bytes),
+            left: bytes * fit.per_unit,
         };
-        if others.len() > SIMULATED {
-            let before: f64 = others.iter().map(|job| job.left.min(own.left)).sum();
-            return Some(fit.fixed + own.left + before);
+        let others = self
+            .open
+            .values()
+            .filter(|open| open.left > 0.0)
+            .map(|open| Job {
+                start: open.starts_in(now),
+                left: open.left * fit.per_unit,
+            });
+        let end = if self.open.len() > SIMULATED {
+            lumped_end(others, own)
+        } else {
+            shared_end(&mut others.collect::<Vec<_>>(), own)
+        };
+        Some(fit.fixed + end - delay)
+    }
+}
+
+impl Open {
+    fn starts_in(&self, now: Instant) -> f64 {
+        match self.state {
+            State::Waiting { until } => until.saturating_duration_since(now).as_secs_f64(),
+            State::Moving { .. } => 0.0,
         }
-        Some(fit.fixed + shared_end(&mut others, own) - delay)
     }
 }
 
@@ -208,6 +213,20 @@ fn shared_end(others: &mut [Job], mut own: Job) -> f64 {
         time += step;
     }
     time.max(own.start) + own.left
+}
+
+/// Returns about when `own` ends among very many: all of them are taken to move from the start on, and to be done in equal
+/// shares by the time that `own` starts.
+fn lumped_end(others: impl Iterator<Item = Job>, own: Job) -> f64 {
+    let (all, before) = others.fold((0.0, 0.0), |(all, before), job| {
+        (all + job.left, before + job.left.min(own.left))
+    });
+    let remaining = if all > 0.0 {
+        (1.0 - own.start / all).max(0.0)
+    } else {
+        0.0
+    };
+    own.start + own.left + before * remaining
 }
 
 #[cfg(test)]
@@ -314,6 +333,9 @@ mod tests {
             link.book(id, 100.0, from);
         }
         assert_close(link.seconds(100.0, 0.0, from).unwrap(), 201.0);
+        // Half of the 200 s are done by then.
+        assert_close(link.seconds(100.0, 100.0, from).unwrap(), 101.0);
+        assert_close(link.seconds(100.0, 500.0, from).unwrap(), 1.0);
     }
 
     #[test]

@@ -13,7 +13,7 @@ use super::options::{HandoffConfig, LinkId, PlanRequest, PlanWorker};
 /// What to do with a request, and why.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct HandoffPlan {
-    /// Every option, the chosen one first and then cheapest first; empty when no worker can serve the request.
+    /// Every option, the chosen one first; empty when no worker can serve the request.
     pub options: Vec<HandoffOption>,
     /// What made the first option the first.
     pub decided_by: DecidedBy,
@@ -271,15 +271,16 @@ impl Context<'_> {
 /// nothing, since a first token cannot come too soon. An assumption, not a measurement.
 const WITHIN: f64 = 0.1;
 /// Pairs computed one by one; above, the shortlists of both sides are crossed.
-const MAX_PAIRS: usize = 4_096;
-const SHORTLIST: usize = 64;
+const MAX_PAIRS: usize = 1_024;
+const SHORTLIST: usize = 32;
 
-/// Orders the options, the one to choose first, and says what decided.
+/// Puts the option to choose first, and says what decided.
 ///
-/// Among options that cost the same, one worker comes before two, then the earlier first token, then the order given.
-pub(super) fn order(options: &mut [HandoffOption]) -> DecidedBy {
-    options.sort_by(|one, other| one.cost.total_cmp(&other.cost));
-    let Some(cheapest) = options.first().map(|option| option.cost) else {
+/// Among options that cost the same, one worker comes before two, then the earlier first token, then the order given. The
+/// others are not sorted: that would take longer than all predictions.
+pub(super) fn choose(options: &mut [HandoffOption]) -> DecidedBy {
+    let costs = options.iter().map(|option| option.cost);
+    let Some(cheapest) = costs.min_by(f64::total_cmp) else {
         return DecidedBy::Nothing;
     };
     let limit = cheapest * (1.0 + TIE);
@@ -287,14 +288,15 @@ pub(super) fn order(options: &mut [HandoffOption]) -> DecidedBy {
     let best = options
         .iter()
         .enumerate()
-        .take_while(|(_, option)| option.cost <= limit)
+        .filter(|(_, option)| option.cost <= limit)
         .min_by(|(_, one), (_, other)| {
             let key = is_pair(one).cmp(&is_pair(other));
             key.then(one.ttft.total_seconds.total_cmp(&other.ttft.total_seconds))
         })
         .map_or(0, |(at, _)| at);
+    let tied = options[best].cost > cheapest;
     options[..=best].rotate_right(1);
-    decided_by(options, best > 0)
+    decided_by(options, tied)
 }
 
 fn decided_by(options: &[HandoffOption], tied: bool) -> DecidedBy {

@@ -13,7 +13,7 @@ use crate::sync::Mutex;
 use super::estimate::{GapCause, PrefillWork, WorkerEstimate, WorkerSpeed};
 use super::link::Link;
 use super::options::{HandoffConfig, LinkId, PlanRequest, PlanWorker, PrefillSeed, positive};
-use super::plan::{Context, DecidedBy, Excluded, HandoffPlan, Reason, Route, order};
+use super::plan::{Context, Excluded, HandoffOption, HandoffPlan, Reason, Route, choose};
 
 /// Chooses a pair of workers or a single one for each request, from measured speeds and the operator's targets.
 ///
@@ -140,9 +140,11 @@ impl HandoffPlanner {
 
     /// Predicts every option for a request and chooses.
     ///
-    /// `link_of` names what lies between a prefill and a decode worker, if anything. Takes time in proportion to the pairs
-    /// (4,096 at most: of more, those with the quickest prefill and the most of the prompt at the decoder) and to the
-    /// transfers open on their links.
+    /// `link_of` names what lies between a prefill and a decode worker, if anything. Of more than 1,024 pairs, those with the
+    /// quickest prefill and the most of the prompt at the decoder are compared.
+    ///
+    /// Takes 0.2 µs for each pair whose link is idle and up to 0.5 µs where transfers are open on it: 3 µs for 4 × 4 workers, 50
+    /// to 130 µs for 16 × 16 (release build, a busy 2-core machine).
     #[must_use]
     pub fn plan(
         &self,
@@ -176,7 +178,7 @@ impl HandoffPlanner {
                 }),
             }
         }
-        let decided_by: DecidedBy = order(&mut options);
+        let decided_by = choose(&mut options);
         HandoffPlan {
             options,
             decided_by,
@@ -244,7 +246,7 @@ impl State {
         (prefill, decode): (usize, usize),
         link_of: impl Fn(&PlanWorker, &PlanWorker) -> Option<LinkId>,
         now: Instant,
-    ) -> std::result::Result<super::plan::HandoffOption, Reason> {
+    ) -> std::result::Result<HandoffOption, Reason> {
         if let Some(reason) = context.excluded(prefill, decode) {
             return Err(reason);
         }

@@ -553,7 +553,7 @@ fn hundreds_of_workers_are_planned_from_shortlists() {
     };
     let link = |_: &PlanWorker, _: &PlanWorker| Some(lab.link.clone());
     let plan = lab.planner.plan(&request, &workers, link, lab.now);
-    assert_eq!(plan.options.len(), 64 * 64);
+    assert_eq!(plan.options.len(), 32 * 32);
     let best = Route::Pair {
         prefill: target("w198"),
         decode: target("w199"),

@@ -256,3 +256,76 @@ fn what_is_missing_or_wrong_is_named() {
     let none = KvOptions::default().tensor_parallel(0);
     assert!(KvShape::from_config(&qwen3_small().to_string(), &none).is_err());
 }
+
+/// Fields that are read, with values that a broken or hostile configuration may have.
+fn any_config() -> impl proptest::strategy::Strategy<Value = Value> {
+    use proptest::prelude::*;
+    let name = prop::sample::select(vec![
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "hidden_size",
+        "intermediate_size",
+        "head_dim",
+        "v_head_dim",
+        "kv_lora_rank",
+        "qk_rope_head_dim",
+        "index_head_dim",
+        "layer_types",
+        "attn_type_list",
+        "attn_layer_indices",
+        "attn_layer_period",
+        "attn_layer_offset",
+        "full_attention_interval",
+        "linear_attn_config",
+        "hybrid_override_pattern",
+        "sliding_window",
+        "sliding_window_pattern",
+        "use_sliding_window",
+        "max_window_layers",
+        "num_kv_shared_layers",
+        "mamba_d_state",
+        "mamba_d_conv",
+        "mamba_expand",
+        "mamba_n_heads",
+        "conv_L_cache",
+        "quantization_config",
+        "torch_dtype",
+        "text_config",
+    ]);
+    let value = prop_oneof![
+        4 => (1_u64..200).prop_map(Value::from),
+        1 => any::<i64>().prop_map(Value::from),
+        1 => any::<f64>().prop_map(Value::from),
+        1 => prop::sample::select(vec![
+            Value::Null,
+            true.into(),
+            "M*-".into(),
+            "full_attention".into(),
+            serde_json::json!(["full_attention", "sliding_attention", "mamba"]),
+            serde_json::json!([0, 1, 5]),
+            serde_json::json!({"full_attn_layers": [1, 2], "num_heads": 3, "kv_cache_scheme": {"num_bits": 8}}),
+            serde_json::json!({"num_hidden_layers": 3, "num_attention_heads": 2, "hidden_size": 64}),
+        ]),
+    ];
+    prop::collection::vec((name, value), 0..20).prop_map(|fields| {
+        fields
+            .into_iter()
+            .map(|(name, value)| (name.to_owned(), value))
+            .collect()
+    })
+}
+
+proptest::proptest! {
+    #[test]
+    fn no_configuration_panics_or_gives_a_size_that_is_none(config in any_config()) {
+        let text = config.to_string();
+        if let Ok(shape) = KvShape::from_config(&text, &KvOptions::default()) {
+            let bytes = shape.bytes(1_000);
+            proptest::prop_assert!(bytes.is_finite() && bytes > 0.0, "{text}");
+        }
+        if let Ok(Some(tokens)) = crate::handoff::attention_tokens(&text) {
+            proptest::prop_assert!(tokens.is_finite() && tokens > 0.0, "{text}");
+        }
+    }
+}
