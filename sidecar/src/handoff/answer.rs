@@ -1,6 +1,7 @@
-//! Cached tokens as the client should see them: those of the prefill worker.
+//! Answers as the client should see them.
 //!
-//! To a decode worker everything it has fetched was cached. What the prefill worker had to compute is what counts.
+//! Cached tokens are those of the prefill worker: to a decode worker everything it has fetched was cached. And what a worker
+//! says of where its cache lies is for routers alone.
 
 use memchr::{memchr, memmem};
 use serde_json::{Map, Value, json};
@@ -23,9 +24,9 @@ pub fn prefill_cached_tokens(reply: &Value) -> Option<u64> {
     reported.or_else(own)
 }
 
-/// Replaces the cached tokens in an answer, or in one event of a stream, by `cached`; by null where they are not known. Tells
-/// whether there was anything to replace.
-pub fn correct_usage(answer: &mut Value, cached: Option<u64>) -> bool {
+/// Replaces the cached tokens in an answer, or in one event of a stream, by `cached`; by null where they are not known.
+/// Transfer parameters become null. Tells whether there was anything to change.
+pub fn correct_answer(answer: &mut Value, cached: Option<u64>) -> bool {
     let Value::Object(fields) = answer else {
         return false;
     };
@@ -39,18 +40,32 @@ pub fn correct_usage(answer: &mut Value, cached: Option<u64>) -> bool {
     changed
 }
 
+/// Removes what opens a worker's cache; vLLM writes null where there is nothing, and so do we.
+fn hide(fields: &mut Map<String, Value>) -> bool {
+    let mut changed = false;
+    for name in PARAMETERS {
+        if let Some(value) = fields.get_mut(name).filter(|value| !value.is_null()) {
+            *value = Value::Null;
+            changed = true;
+        }
+    }
+    changed
+}
+
+const PARAMETERS: [&str; 2] = ["kv_transfer_params", "ec_transfer_params"];
+
 const DETAILS: [&str; 2] = ["prompt_tokens_details", "input_tokens_details"];
 const READ_TOKENS: &str = "cache_read_input_tokens";
 
 fn correct_in(fields: &mut Map<String, Value>, cached: Option<u64>) -> bool {
+    let mut changed = hide(fields);
     let Some(Value::Object(usage)) = fields.get_mut("usage") else {
-        return false;
+        return changed;
     };
     let prompt = ["prompt_tokens", "input_tokens"]
         .iter()
         .find_map(|name| usage.get(*name)?.as_u64());
     let cached = cached.map(|cached| prompt.map_or(cached, |prompt| cached.min(prompt)));
-    let mut changed = false;
     for name in DETAILS {
         if let Some(value) = usage
             .get_mut(name)
@@ -67,13 +82,13 @@ fn correct_in(fields: &mut Map<String, Value>, cached: Option<u64>) -> bool {
     changed
 }
 
-/// Corrects the usage in an event stream as it passes. Lines without usage pass byte for byte.
+/// Corrects an event stream as it passes. Lines without anything to correct pass byte for byte.
 #[derive(Debug)]
-pub struct UsageCorrector {
+pub struct AnswerCorrector {
     cached: Option<u64>,
     /// A line without its end so far.
     line: Vec<u8>,
-    /// The line is too long to be usage; the rest of it passes.
+    /// The line is too long to be looked at; the rest of it passes.
     passing: bool,
 }
 
@@ -81,8 +96,8 @@ pub struct UsageCorrector {
 /// responses holds the whole answer.
 const MAX_LINE: usize = 4 << 20;
 
-impl UsageCorrector {
-    /// Creates a corrector to this number; to null where it is not known.
+impl AnswerCorrector {
+    /// Creates a corrector to this number of cached tokens; to null where it is not known.
     #[must_use]
     pub const fn new(cached: Option<u64>) -> Self {
         Self {
@@ -137,12 +152,12 @@ fn correct_line(line: &[u8], cached: Option<u64>, out: &mut Vec<u8>) {
     }
 }
 
-/// Returns the line with its usage corrected, if it has any.
+/// Returns the line corrected, if there is anything to correct.
 fn corrected(line: &[u8], cached: Option<u64>) -> Option<Vec<u8>> {
     let data = line.strip_prefix(b"data:")?;
-    memmem::find(data, b"\"usage\"")?;
+    memmem::find(data, b"\"usage\"").or_else(|| memmem::find(data, b"_transfer_params\""))?;
     let mut event: Value = serde_json::from_slice(data).ok()?;
-    if !correct_usage(&mut event, cached) {
+    if !correct_answer(&mut event, cached) {
         return None;
     }
     let mut text = b"data: ".to_vec();
@@ -173,7 +188,7 @@ mod tests {
     );
 
     fn pass(pieces: &[&[u8]]) -> String {
-        let mut corrector = UsageCorrector::new(Some(32));
+        let mut corrector = AnswerCorrector::new(Some(32));
         let mut out = Vec::new();
         for piece in pieces {
             corrector.feed(piece, &mut out);
@@ -206,7 +221,7 @@ mod tests {
 
     #[test]
     fn a_line_without_end_passes_in_bounded_memory() {
-        let mut corrector = UsageCorrector::new(Some(1));
+        let mut corrector = AnswerCorrector::new(Some(1));
         let mut out = Vec::new();
         corrector.feed(b"data: {\"usage\":", &mut out);
         let piece = [b'x'; 65_536];
@@ -229,24 +244,24 @@ mod tests {
     fn every_api_is_corrected_and_unknown_is_not_everything() {
         let details = |cached: Value| json!({"usage": {"prompt_tokens": 100, "prompt_tokens_details": {"cached_tokens": cached, "audio": 1}}});
         let mut answer = details(json!(99));
-        assert!(correct_usage(&mut answer, Some(64)));
+        assert!(correct_answer(&mut answer, Some(64)));
         assert_eq!(answer, details(json!(64)));
-        assert!(correct_usage(&mut answer, None));
+        assert!(correct_answer(&mut answer, None));
         assert_eq!(answer, details(Value::Null));
         // More than the prompt holds cannot be.
-        assert!(correct_usage(&mut answer, Some(7_000)));
+        assert!(correct_answer(&mut answer, Some(7_000)));
         assert_eq!(answer, details(json!(100)));
 
         let mut event = json!({"type": "response.completed", "response": {"usage": {"input_tokens": 9,
             "input_tokens_details": {"cached_tokens": 9}}}});
-        assert!(correct_usage(&mut event, Some(4)));
+        assert!(correct_answer(&mut event, Some(4)));
         assert_eq!(
             event["response"]["usage"]["input_tokens_details"]["cached_tokens"],
             4
         );
         let mut event = json!({"type": "message_start", "message": {"usage": {"input_tokens": 9,
             "cache_read_input_tokens": 9}}});
-        assert!(correct_usage(&mut event, Some(4)));
+        assert!(correct_answer(&mut event, Some(4)));
         assert_eq!(event["message"]["usage"]["cache_read_input_tokens"], 4);
         for untouched in [
             json!([]),
@@ -254,10 +269,28 @@ mod tests {
             json!({"usage": {"prompt_tokens_details": null}}),
         ] {
             assert!(
-                !correct_usage(&mut untouched.clone(), Some(4)),
+                !correct_answer(&mut untouched.clone(), Some(4)),
                 "{untouched}"
             );
         }
+    }
+
+    #[test]
+    fn where_a_cache_lies_is_not_told() {
+        let parameters = json!({"remote_host": "10.0.0.7", "remote_port": 5600});
+        let mut answer =
+            json!({"id": "x", "kv_transfer_params": parameters, "ec_transfer_params": null});
+        assert!(correct_answer(&mut answer, None));
+        let hidden = json!({"id": "x", "kv_transfer_params": null, "ec_transfer_params": null});
+        assert_eq!(answer, hidden);
+        assert!(!correct_answer(&mut answer, None));
+        let mut out = Vec::new();
+        let event = format!("data: {{\"choices\":[],\"kv_transfer_params\":{parameters}}}\n\n");
+        AnswerCorrector::new(None).feed(event.as_bytes(), &mut out);
+        assert_eq!(
+            out,
+            b"data: {\"choices\":[],\"kv_transfer_params\":null}\n\n"
+        );
     }
 
     #[test]

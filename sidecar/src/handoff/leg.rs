@@ -2,6 +2,7 @@
 
 use std::fmt;
 
+use kvlane::{Error, ErrorKind};
 use serde_json::{Map, Value, json};
 
 use crate::request::{Endpoint, is_handoff};
@@ -42,6 +43,24 @@ pub(super) enum Dialect {
 }
 
 impl LegContext<'_> {
+    /// Checks that both ranks exist: an engine refuses one that does not, after the other leg has begun.
+    ///
+    /// # Errors
+    /// [`ErrorKind::InvalidRequest`], naming the rank.
+    pub fn check_ranks(&self) -> kvlane::Result<()> {
+        for (leg, (rank, ranks)) in [("prefill", self.prefill_rank), ("decode", self.decode_rank)] {
+            if rank >= ranks {
+                return Err(Error::new(
+                    ErrorKind::InvalidRequest,
+                    format!(
+                        "rank {rank} of the {leg} worker is out of range: it has {ranks}, counted from 0"
+                    ),
+                ));
+            }
+        }
+        Ok(())
+    }
+
     /// Returns the header by which vLLM is told a rank; none where there is one rank.
     pub(super) fn rank_header((rank, ranks): (u32, u32)) -> Vec<(&'static str, String)> {
         if ranks > 1 {
@@ -307,6 +326,25 @@ mod tests {
         });
         assert_eq!(body, left);
         assert_eq!(local_body(json!("text")), "text");
+    }
+
+    #[test]
+    fn a_rank_that_does_not_exist_is_refused() {
+        let context = |prefill_rank, decode_rank| LegContext {
+            request_id: "rid",
+            prefill_host: "p",
+            bootstrap_port: 0,
+            prefill_engine: None,
+            prefill_rank,
+            decode_rank,
+            random: 0,
+        };
+        assert!(context((0, 1), (3, 4)).check_ranks().is_ok());
+        for (prefill, decode, name) in [((1, 1), (0, 1), "prefill"), ((0, 1), (4, 4), "decode")] {
+            let error = context(prefill, decode).check_ranks().unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::InvalidRequest);
+            assert!(error.to_string().contains(name), "{error}");
+        }
     }
 
     #[test]

@@ -8,14 +8,15 @@
 //! because redeeming it takes the time; and for no other request, because only the machine of this request gives it out.
 //! Engines do not notice any of the three: they answer 200 with text computed from somebody else's cache.
 
+mod answer;
 mod leg;
 mod mooncake;
 mod nixl;
 mod sglang;
 mod state;
 mod ticket;
-mod usage;
 
+pub use answer::{AnswerCorrector, correct_answer, prefill_cached_tokens};
 pub use leg::{Leg, LegContext, Unsplittable, check_splittable, local_body, strip};
 pub use mooncake::Mooncake;
 pub use nixl::{Nixl, lease_of};
@@ -24,7 +25,6 @@ pub use state::{
     Action, Answer, Attempt, Event, Failure, FallbackReason, Handoff, HandoffRules, Outcome,
 };
 pub use ticket::{Expired, Ticket};
-pub use usage::{UsageCorrector, correct_usage, prefill_cached_tokens};
 
 use std::time::Instant;
 

@@ -188,21 +188,58 @@ mod tests {
         assert_eq!(leg, Err(Expired));
     }
 
+    /// Fields by the version that brought them; all are passed on.
+    const FIELDS: [(&str, &[&str]); 8] = [
+        (
+            "0.9.2",
+            &[
+                "do_remote_prefill",
+                "do_remote_decode",
+                "remote_block_ids",
+                "remote_engine_id",
+                "remote_host",
+                "remote_port",
+                "tp_size",
+            ],
+        ),
+        ("0.14.1", &["remote_request_id"]),
+        ("0.22.1", &["remote_num_tokens"]),
+        ("0.26.0", &["remote_blocks_expiry_time"]),
+        ("0.28.0", &["transfer_mode"]),
+        ("0.30.0", &["dcp_size", "pp_size"]),
+        ("0.31.0", &["remote_prefill_cached_tokens"]),
+        ("0.33.0", &["remote_registration_generation"]),
+    ];
+
     #[test]
-    fn answers_of_every_version_are_understood() {
-        // 0.9 to 0.13: no request id; a flat list of blocks up to 0.17.
-        let mut old = answer();
-        for name in [
-            "remote_request_id",
-            "transfer_mode",
-            "tp_size",
-            "remote_num_tokens",
-        ] {
-            old.as_object_mut().unwrap().remove(name);
+    fn answers_of_every_version_are_passed_on_whole() {
+        let mut whole = answer();
+        whole["remote_registration_generation"] = json!(3);
+        let mut parameters = serde_json::Map::new();
+        for (version, names) in FIELDS {
+            for name in names {
+                parameters.insert((*name).to_owned(), whole[*name].clone());
+            }
+            // A flat list of blocks up to 0.17.1, one for each cache group since.
+            let blocks = match version {
+                "0.9.2" | "0.14.1" => json!([1, 2]),
+                _ => json!([[1, 2], [7]]),
+            };
+            parameters.insert("remote_block_ids".to_owned(), blocks);
+            let parameters = Value::Object(parameters.clone());
+            let ticket = handed_over(&parameters).expect(version);
+            let leg = nixl().decode(json!({}), ticket, &context(), Instant::now());
+            assert_eq!(
+                leg.unwrap().body["kv_transfer_params"],
+                parameters,
+                "{version}"
+            );
         }
-        old["remote_block_ids"] = json!([1, 2, 3]);
-        assert!(handed_over(&old).is_some());
-        // Push: the decoder's blocks are registered, not the prefill's.
+        assert_eq!(parameters.len(), 15);
+    }
+
+    #[test]
+    fn a_pushing_worker_names_no_blocks() {
         let mut push = answer();
         push["transfer_mode"] = json!("push");
         push["remote_block_ids"] = json!([]);
