@@ -45,6 +45,11 @@ impl Latencies {
             .push(u32::try_from(sample.as_nanos()).unwrap_or(u32::MAX));
     }
 
+    /// Adds the samples of another collection.
+    pub fn append(&mut self, other: Self) {
+        self.nanos.extend(other.nanos);
+    }
+
     /// Returns the number of samples.
     #[must_use]
     pub fn len(&self) -> usize {

@@ -11,7 +11,7 @@ use kvlane::index::EngineHash;
 use kvlane::{Outcome, RequestGuard, Router, RouterConfig, SaltContext, SelectRequest, WorkerSpec};
 
 use super::{Cells, Plan, float, put};
-use crate::clock::Latencies;
+use crate::clock::{Latencies, median, thread_cpu};
 use crate::workload::{Event, Shape, Workload, mix};
 
 /// Conversations whose blocks the workers hold.
@@ -27,33 +27,102 @@ pub(super) fn measure(plan: &Plan) -> Cells {
         ("select_4096_1024_workers", Shape::MANY_WORKERS),
     ] {
         let world = World::new(shape.conversations(CONVERSATIONS));
-        let seconds = Duration::from_secs_f64(plan.select_seconds);
-        let (mut latencies, one) = world.run(1, seconds);
-        for (part, latencies) in ["", "_hash", "_choose", "_release"]
-            .iter()
-            .zip(&mut latencies)
-        {
-            let [p50, p99, p999] = latencies.percentiles([0.5, 0.99, 0.999]);
-            put(&mut cells, format!("{name}{part}_p50_us"), p50);
-            if part.is_empty() {
-                put(&mut cells, format!("{name}_p99_us"), p99);
-                put(&mut cells, format!("{name}_p999_us"), p999);
-            }
-        }
-        let (_, four) = world.run(4, seconds);
-        put(&mut cells, format!("{name}_kops_per_s"), one / 1e3);
-        put(
-            &mut cells,
-            format!("{name}_four_threads_kops_per_s"),
-            four / 1e3,
-        );
-        put(
-            &mut cells,
-            format!("{name}_four_threads_scaling"),
-            four / one,
-        );
+        put_cells(&mut cells, name, &world, plan);
     }
     cells
+}
+
+fn put_cells(cells: &mut Cells, name: &str, world: &World, plan: &Plan) {
+    let slice = Duration::from_secs_f64(plan.select_seconds / f64::from(ROUNDS));
+    let mut latencies = [(); 5].map(|()| Latencies::default());
+    let mut rounds = Rounds::default();
+    // One and four threads take turns, and beside them work that shares nothing: what a machine with other work on it gives
+    // to four threads more than to one.
+    for _ in 0..ROUNDS {
+        let one = world.run(1, slice);
+        let four = world.run(4, slice);
+        for (all, latencies) in latencies.iter_mut().zip(one.latencies) {
+            all.append(latencies);
+        }
+        rounds.kops.push(one.rate / 1e3);
+        rounds.four_kops.push(four.rate / 1e3);
+        rounds.scaling.push(four.rate / one.rate);
+        rounds.cpu_us.push(one.cpu_us);
+        rounds.four_cpu_us.push(four.cpu_us);
+        rounds.alone.push(spin(4, slice / 4) / spin(1, slice / 4));
+    }
+    let mut growing = world.run_with(Prompts::Growing, 1, slice).latencies;
+    let [p50] = growing[0].percentiles([0.5]);
+    put(cells, format!("{name}_growing_p50_us"), p50);
+    let parts = ["", "_hash", "_choose", "_release", "_look_up"];
+    for (part, latencies) in parts.iter().zip(&mut latencies) {
+        let [p50, p99, p999] = latencies.percentiles([0.5, 0.99, 0.999]);
+        put(cells, format!("{name}{part}_p50_us"), p50);
+        if part.is_empty() {
+            put(cells, format!("{name}_p99_us"), p99);
+            put(cells, format!("{name}_p999_us"), p999);
+        }
+    }
+    for (part, values) in [
+        ("kops_per_s", rounds.kops),
+        ("four_threads_kops_per_s", rounds.four_kops),
+        ("four_threads_scaling", rounds.scaling),
+        ("four_threads_scaling_of_shared_nothing", rounds.alone),
+        ("cpu_us", rounds.cpu_us),
+        ("four_threads_cpu_us", rounds.four_cpu_us),
+    ] {
+        put(cells, format!("{name}_{part}"), median(&values));
+    }
+}
+
+/// What is decided on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Prompts {
+    /// Prompts that workers hold as a whole.
+    Known,
+    /// The same with an eighth at the end that nobody has seen: the next turn of a conversation.
+    Growing,
+}
+
+/// Turns of one and of four threads.
+const ROUNDS: u32 = 8;
+
+#[derive(Default)]
+struct Rounds {
+    kops: Vec<f64>,
+    four_kops: Vec<f64>,
+    scaling: Vec<f64>,
+    alone: Vec<f64>,
+    cpu_us: Vec<f64>,
+    four_cpu_us: Vec<f64>,
+}
+
+/// What some threads did in a while.
+struct Run {
+    /// Of the first thread: all, hashing, choosing, releasing, and looking caches up alone.
+    latencies: [Latencies; 5],
+    /// Decisions a second, of all threads.
+    rate: f64,
+    /// CPU time of a decision.
+    cpu_us: f64,
+}
+
+/// Counts what threads that share nothing get done in a second.
+fn spin(threads: u64, duration: Duration) -> f64 {
+    let work = move || {
+        let (begin, mut rounds, mut sum) = (Instant::now(), 0_u64, 1_u64);
+        while begin.elapsed() < duration {
+            sum = (0..1_000).fold(sum, |sum, number| mix(sum ^ number));
+            rounds += 1;
+        }
+        std::hint::black_box(sum);
+        float(rounds) / begin.elapsed().as_secs_f64()
+    };
+    let threads: Vec<_> = (0..threads).map(|_| thread::spawn(work)).collect();
+    let threads = threads.into_iter();
+    threads
+        .map(|thread| thread.join().expect("counting does not panic"))
+        .sum()
 }
 
 struct World {
@@ -109,17 +178,20 @@ impl World {
         }
     }
 
-    /// Decides on `threads` threads for a while. Returns the latencies of the first thread (all, hashing, choosing,
-    /// releasing) and the decisions a second of all.
-    fn run(&self, threads: u64, duration: Duration) -> ([Latencies; 4], f64) {
+    /// Decides on `threads` threads for a while.
+    fn run(&self, threads: u64, duration: Duration) -> Run {
+        self.run_with(Prompts::Known, threads, duration)
+    }
+
+    fn run_with(&self, prompts: Prompts, threads: u64, duration: Duration) -> Run {
         let barrier = Barrier::new(usize::try_from(threads).unwrap_or(1));
-        let mut results: Vec<_> = thread::scope(|scope| {
+        let runs: Vec<Run> = thread::scope(|scope| {
             let threads: Vec<_> = (0..threads)
                 .map(|seed| {
                     let barrier = &barrier;
                     scope.spawn(move || {
                         barrier.wait();
-                        self.decide(seed, duration)
+                        self.decide(prompts, seed, duration)
                     })
                 })
                 .collect();
@@ -128,21 +200,32 @@ impl World {
                 .map(|thread| thread.join().expect("a decision does not panic"))
                 .collect()
         });
-        let rate = results.iter().map(|(_, rate)| rate).sum();
-        (results.swap_remove(0).0, rate)
+        let rate = runs.iter().map(|run| run.rate).sum();
+        let cpu = runs.iter().map(|run| run.cpu_us).sum::<f64>() / float(threads);
+        let mut runs = runs.into_iter();
+        let first = runs.next().expect("there is a thread");
+        Run {
+            rate,
+            cpu_us: cpu,
+            ..first
+        }
     }
 
-    fn decide(&self, seed: u64, duration: Duration) -> ([Latencies; 4], f64) {
+    fn decide(&self, prompts: Prompts, seed: u64, duration: Duration) -> Run {
         let mut rng = Rng::with_seed(seed);
-        let mut latencies = [(); 4].map(|()| Latencies::default());
+        let mut latencies = [(); 5].map(|()| Latencies::default());
         let mut booked: Vec<Option<RequestGuard>> = (0..IN_FLIGHT).map(|_| None).collect();
         let mut tokens = Vec::new();
-        let begin = Instant::now();
+        let (begin, cpu) = (Instant::now(), thread_cpu());
         let mut decisions = 0_u64;
         while begin.elapsed() < duration {
             let prompt = &self.prompts[rng.usize(..self.prompts.len())];
             // Tokens are warm: they have just been made.
             tokens.clone_from(prompt);
+            if prompts == Prompts::Growing {
+                let known = tokens.len() / 8 * 7;
+                tokens[known..].fill_with(|| rng.u32(..));
+            }
             let place = rng.usize(..IN_FLIGHT);
             let start = Instant::now();
             let prompt = self.router.prompt(&tokens, &SaltContext::default());
@@ -157,18 +240,26 @@ impl World {
                 earlier.release(&Outcome::ok(), chosen);
             }
             let end = Instant::now();
-            for (latencies, sample) in latencies.iter_mut().zip([
-                end - start,
-                hashed - start,
-                chosen - hashed,
-                end - chosen,
-            ]) {
+            let samples = [end - start, hashed - start, chosen - hashed, end - chosen];
+            for (latencies, sample) in latencies.iter_mut().zip(samples) {
                 latencies.add(sample);
             }
             decisions += 1;
         }
         let rate = float(decisions) / begin.elapsed().as_secs_f64();
-        (latencies, rate)
+        let cpu_us = (thread_cpu() - cpu).as_secs_f64() * 1e6 / float(decisions);
+        for _ in 0..1_000 {
+            let prompt = &self.prompts[rng.usize(..self.prompts.len())];
+            let prompt = self.router.prompt(prompt, &SaltContext::default());
+            let start = Instant::now();
+            std::hint::black_box(self.router.overlap(&prompt, start));
+            latencies[4].add(start.elapsed());
+        }
+        Run {
+            latencies,
+            rate,
+            cpu_us,
+        }
     }
 }
 

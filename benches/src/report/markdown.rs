@@ -167,16 +167,33 @@ const MEMORY: [Row; 12] = [
     ),
 ];
 
-const SELECT: [(&str, &str); 9] = [
+const SELECT: [(&str, &str); 14] = [
     ("p50_us", "hash + choose + release, p50 µs"),
     ("p99_us", "— p99"),
     ("p999_us", "— p99.9"),
+    (
+        "growing_p50_us",
+        "the same with an eighth at the end that nobody has seen, p50 µs",
+    ),
     ("hash_p50_us", "hash, p50 µs"),
     ("choose_p50_us", "look up, cost, choose, book, p50 µs"),
+    (
+        "look_up_p50_us",
+        "— of it what caches hold (`overlap`), p50 µs",
+    ),
     ("release_p50_us", "release, p50 µs"),
     ("kops_per_s", "1 thread, thousand decisions a second"),
     ("four_threads_kops_per_s", "4 threads"),
     ("four_threads_scaling", "— 4 ÷ 1"),
+    (
+        "four_threads_scaling_of_shared_nothing",
+        "— 4 ÷ 1 of work that shares nothing, in turns with it",
+    ),
+    (
+        "cpu_us",
+        "1 thread, CPU µs a decision, making its tokens included",
+    ),
+    ("four_threads_cpu_us", "4 threads"),
 ];
 
 impl Report {

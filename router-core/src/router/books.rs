@@ -92,7 +92,8 @@ impl Inner {
     /// which for a long or queued prompt is long after the prediction TTL.
     fn refresh_prefills(&self, now: Instant) {
         let pending = self.leases.collect(|_, lease| {
-            let is_pending = lease.in_prefill && lease.kind == PromptKind::Tokens;
+            let is_noted = lease.placement.is_some() && lease.kind == PromptKind::Tokens;
+            let is_pending = lease.in_prefill && is_noted;
             is_pending.then(|| (Arc::clone(&lease.target), Arc::clone(lease.booked.prompt())))
         });
         for (target, prompt) in pending {

@@ -194,7 +194,6 @@ impl Router {
         let Chosen { target, number, .. } = chosen;
         let id = LeaseId(number);
         let decision = Arc::new(inner.explain(view, request, chosen));
-        let trust = decision.trust;
         let own = own_blocks(request, inner.config.block_size.tokens());
         let prefill = decision.cost.uncached_prefill_blocks;
         let booked = inner.with_load(target, |load| {
@@ -222,7 +221,7 @@ impl Router {
             deadline: now + ttl,
             held: true,
             in_prefill: true,
-            placement: inner.note_placement(target, request, trust, now),
+            placement: inner.note_placement(target, request, &decision, now),
             request_id: request_id.clone(),
         };
         inner.leases.insert(id, lease);
@@ -361,14 +360,19 @@ impl Inner {
         }
     }
 
-    /// Notes that the prompt's blocks will be on the target, for as long as its trust allows.
+    /// Notes that the prompt's blocks will be on the target, for as long as its trust allows. Where complete events say that
+    /// all of them are, there is nothing to believe, and should they leave, the events say so.
     fn note_placement(
         &self,
         target: &Target,
         request: &SelectRequest<'_>,
-        trust: TrustState,
+        decision: &Decision,
         now: Instant,
     ) -> Option<Placement> {
+        let trust = decision.trust;
+        if trust == TrustState::Exact && decision.overlap.device == decision.request_blocks {
+            return None;
+        }
         let ttl = self.placement_ttl(request.prompt.kind(), trust)?;
         Some(self.placements(request.prompt.kind()).record(
             target.slot,
