@@ -44,7 +44,7 @@ use self::slab::NONE;
 use self::state::State;
 use crate::block::LocalBlockHash;
 use crate::ids::Slot;
-use crate::sync::{Dense, RwLock, Shards};
+use crate::sync::{Dense, OnceLock, RwLock, Shards};
 
 /// An index of placements with deadlines, over slots. See the [module](self) for how it works.
 ///
@@ -71,7 +71,12 @@ use crate::sync::{Dense, RwLock, Shards};
 pub struct TtlIndex {
     shards: Shards<RwLock<State>>,
     bounds: Dense<Bound>,
+    start: OnceLock<Instant>,
 }
+
+/// Nanoseconds since the first call with a time, which compare faster than instants and take half their room. Times before
+/// it count as that one.
+type Moment = u64;
 
 /// What one [`TtlIndex::record`] did; hand it to [`TtlIndex::undo`] when the dispatch failed.
 #[derive(Debug)]
@@ -133,6 +138,8 @@ impl TtlIndex {
         if deadline <= now {
             return Placement::NOTHING;
         }
+        let now = self.moment(now);
+        let deadline = self.moment(deadline);
         let shard = shard_of(*first);
         let stamp = bound.next_stamp();
         let length = local_hashes.len().min(bound.capacity());
@@ -191,7 +198,7 @@ impl TtlIndex {
         if let Some(first) = local_hashes.first() {
             let state = self.shards.of(shard_of(*first)).read();
             depths.resize(state.slots(), 0);
-            state.overlap(local_hashes, now, depths);
+            state.overlap(local_hashes, self.moment(now), depths);
         }
     }
 
@@ -222,6 +229,7 @@ impl TtlIndex {
     ///
     /// Slots are taken one after the other, so that others wait for the expired blocks of one slot at most.
     pub fn expire(&self, now: Instant) {
+        let now = self.moment(now);
         for shard in 0..SHARDS {
             let due = self.shards.of(shard).read().due(now);
             for slot in due {
@@ -270,8 +278,14 @@ impl TtlIndex {
         gone
     }
 
+    fn moment(&self, at: Instant) -> Moment {
+        let start = *self.start.get_or_init(|| at);
+        let since = at.saturating_duration_since(start);
+        Moment::try_from(since.as_nanos()).unwrap_or(Moment::MAX)
+    }
+
     /// Drops what has expired of one slot, in every shard.
-    fn expire_slot(&self, slot: Slot, now: Instant) {
+    fn expire_slot(&self, slot: Slot, now: Moment) {
         for shard in 0..SHARDS {
             if self.shards.of(shard).read().is_due(slot.0, now) {
                 self.change(shard, slot, |state| state.expire(slot.0, now));

@@ -45,21 +45,34 @@ pub(crate) fn pick(
     if temperature > 0.0 {
         return sample(costs, cheapest, temperature, rng);
     }
-    let mut at_least = costs.iter().enumerate();
-    let mut next = || {
-        at_least
-            .find(|(_, cost)| **cost - cheapest <= TIE)
-            .map(|(at, _)| at)
-    };
-    let first = next().unwrap_or(0);
-    let Some(second) = next() else {
-        return first;
-    };
     equals.clear();
-    equals.extend([first, second].map(|at| (at, fullness(at))));
-    equals.extend(std::iter::from_fn(next).map(|at| (at, fullness(at))));
+    let (lines, rest) = costs.as_chunks::<8>();
+    let is_equal = |cost: &f64| *cost - cheapest <= TIE;
+    for (line, costs) in lines.iter().enumerate() {
+        // Hardly any line has one: this compiles to vector comparisons.
+        if costs.iter().fold(false, |any, cost| any | is_equal(cost)) {
+            let equal = (8 * line..).zip(costs).filter(|(_, cost)| is_equal(cost));
+            equals.extend(equal.map(|(at, _)| (at, UNKNOWN)));
+        }
+    }
+    let equal = (8 * lines.len()..)
+        .zip(rest)
+        .filter(|(_, cost)| is_equal(cost));
+    equals.extend(equal.map(|(at, _)| (at, UNKNOWN)));
+    if let [(only, _)] = equals[..] {
+        return only;
+    }
+    for (at, known) in equals.iter_mut() {
+        *known = fullness(*at);
+    }
     emptiest(equals, rng)
 }
+
+/// Before it is asked for.
+const UNKNOWN: Fullness = Fullness {
+    blocks: 0,
+    capacity_blocks: None,
+};
 
 /// Chooses among equals, of which there is at least one.
 fn emptiest(equals: &[(usize, Fullness)], rng: &mut Rng) -> usize {

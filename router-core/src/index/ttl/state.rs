@@ -1,11 +1,9 @@
 //! One shard: a tree of placed prompts, and each slot's order of recency in it.
 
-use std::time::Instant;
-
 use super::slab::{NONE, Slab};
 use super::timers::{Timer, Timers};
 use super::tree::{Tree, Walk};
-use super::{Placement, TtlStats};
+use super::{Moment, Placement, TtlStats};
 use crate::block::LocalBlockHash;
 use crate::ids::Slot;
 
@@ -15,7 +13,7 @@ pub(super) struct Run {
     /// Distinguishes this run from others that had its number before or will have it.
     pub(super) stamp: u64,
     /// When its timer goes off: the deadline of its last block, or an earlier time when it lost blocks since.
-    pub(super) timer: Instant,
+    pub(super) timer: Moment,
     pub(super) slot: u32,
     /// Node that its last block lies in.
     pub(super) tail: u32,
@@ -78,7 +76,7 @@ impl State {
         stats.placements += self.runs.len();
     }
 
-    pub(super) fn overlap(&self, prompt: &[LocalBlockHash], now: Instant, depths: &mut [u32]) {
+    pub(super) fn overlap(&self, prompt: &[LocalBlockHash], now: Moment, depths: &mut [u32]) {
         self.tree.overlap(prompt, now, depths);
     }
 
@@ -87,7 +85,7 @@ impl State {
         &mut self,
         slot: Slot,
         prompt: &[LocalBlockHash],
-        deadline: Instant,
+        deadline: Moment,
         stamp: u64,
     ) -> Placement {
         self.slot_mut(slot);
@@ -183,13 +181,13 @@ impl State {
         (oldest != NONE).then_some(oldest)
     }
 
-    pub(super) fn is_due(&self, slot: u32, now: Instant) -> bool {
+    pub(super) fn is_due(&self, slot: u32, now: Moment) -> bool {
         let slot = self.slots.get(slot as usize);
         slot.is_some_and(|slot| slot.timers.is_due(now))
     }
 
     /// Lists the slots of which something may have expired.
-    pub(super) fn due(&self, now: Instant) -> Vec<u32> {
+    pub(super) fn due(&self, now: Moment) -> Vec<u32> {
         let slots = (0..).zip(&self.slots);
         let due = slots.filter(|(_, slot)| slot.timers.is_due(now));
         due.map(|(number, _)| number).collect()
@@ -200,7 +198,7 @@ impl State {
     /// A timer is never late, since the last block of a run has its earliest deadline; it may be early when the run lost
     /// blocks since it was set, and is then set again. Blocks below expired ones have expired as well and belong to older
     /// runs, so going from the oldest due run to the newest drops tails before what they hang on.
-    pub(super) fn expire(&mut self, slot: u32, now: Instant) {
+    pub(super) fn expire(&mut self, slot: u32, now: Moment) {
         if !self.is_due(slot, now) {
             return;
         }
@@ -218,7 +216,7 @@ impl State {
     }
 
     /// Drops the expired tail of a run and sets the timer of what stays.
-    fn expire_run(&mut self, run: u32, now: Instant) {
+    fn expire_run(&mut self, run: u32, now: Moment) {
         while let Some(entry) = self.runs.get(run) {
             let slot = entry.slot;
             let tail = self.tree.last_stair(entry.tail, slot, run);

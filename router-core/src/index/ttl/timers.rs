@@ -2,7 +2,8 @@
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
-use std::time::Instant;
+
+use super::Moment;
 
 /// Timers of runs; one that was set again, or whose run is gone, stays until it goes off or is swept.
 #[derive(Debug, Default)]
@@ -12,7 +13,7 @@ pub(super) struct Timers {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct Timer {
-    pub(super) at: Instant,
+    pub(super) at: Moment,
     pub(super) stamp: u64,
     pub(super) run: u32,
 }
@@ -32,14 +33,14 @@ impl Timers {
     }
 
     /// Tells whether a timer has gone off, which may mean nothing.
-    pub(super) fn is_due(&self, now: Instant) -> bool {
+    pub(super) fn is_due(&self, now: Moment) -> bool {
         self.heap
             .peek()
             .is_some_and(|Reverse(first)| first.at <= now)
     }
 
     /// Takes a timer that has gone off.
-    pub(super) fn take_due(&mut self, now: Instant) -> Option<Timer> {
+    pub(super) fn take_due(&mut self, now: Moment) -> Option<Timer> {
         if !self.is_due(now) {
             return None;
         }

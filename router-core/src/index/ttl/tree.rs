@@ -2,10 +2,9 @@
 //!
 //! One table of *heads*, the first hash of an edge below a parent, replaces a child table per node.
 
-use std::time::Instant;
-
 use hashbrown::HashMap;
 
+use super::Moment;
 use super::slab::{NONE, Slab};
 use super::state::Run;
 use crate::block::{LocalBlockHash, common_prefix};
@@ -15,7 +14,7 @@ use crate::block::{LocalBlockHash, common_prefix};
 pub(super) struct Walk {
     pub(super) slot: u32,
     pub(super) run: u32,
-    pub(super) deadline: Instant,
+    pub(super) deadline: Moment,
 }
 
 /// Where a placed prompt came to lie.
@@ -27,13 +26,13 @@ pub(super) struct Placed {
     pub(super) end: u32,
     /// Node and deadline of the last of them.
     pub(super) tail: u32,
-    pub(super) tail_deadline: Instant,
+    pub(super) tail_deadline: Moment,
 }
 
 /// The last stair of a run in a node.
 #[derive(Debug)]
 pub(super) struct LastStair {
-    pub(super) deadline: Instant,
+    pub(super) deadline: Moment,
     pub(super) blocks: u32,
 }
 
@@ -48,7 +47,7 @@ pub(super) struct Cut {
 /// Blocks of a node that one slot holds for one run until one deadline: from the end of the slot's stair before to `end`.
 #[derive(Clone, Copy, Debug)]
 struct Stair {
-    deadline: Instant,
+    deadline: Moment,
     slot: u32,
     run: u32,
     end: u32,
@@ -86,7 +85,7 @@ impl Tree {
     }
 
     /// Sets `depths[slot]` to the leading blocks that each slot holds beyond `now`.
-    pub(super) fn overlap(&self, sequence: &[LocalBlockHash], now: Instant, depths: &mut [u32]) {
+    pub(super) fn overlap(&self, sequence: &[LocalBlockHash], now: Moment, depths: &mut [u32]) {
         let mut parent = NONE;
         let mut start = 0;
         let mut rest = sequence;
@@ -267,7 +266,7 @@ impl Tree {
         matched: u32,
         walk: &Walk,
         taken: &mut Vec<(u32, u32)>,
-        tail_deadline: &mut Instant,
+        tail_deadline: &mut Moment,
     ) -> u32 {
         let Self { nodes, scratch, .. } = self;
         let stairs = &mut nodes[node].stairs;
@@ -403,7 +402,7 @@ impl Tree {
 }
 
 impl Walk {
-    const fn stair(&self, deadline: Instant, end: u32) -> Stair {
+    const fn stair(&self, deadline: Moment, end: u32) -> Stair {
         Stair {
             deadline,
             slot: self.slot,
