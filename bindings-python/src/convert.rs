@@ -9,6 +9,7 @@ use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyDict, PyString};
 
+use crate::ending::Call;
 use crate::error::invalid;
 
 /// Token ids, copied out of a buffer or a sequence and not yet checked.
@@ -25,6 +26,8 @@ impl FromPyObject<'_, '_> for Tokens {
 
     fn extract(object: Borrowed<'_, '_, PyAny>) -> PyResult<Self> {
         let object = &*object;
+        // Conversions of the caller's own kinds run Python code.
+        let _call = Call::enter();
         if let Ok(buffer) = PyUntypedBuffer::get(object) {
             return from_buffer(object.py(), &buffer);
         }

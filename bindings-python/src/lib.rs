@@ -2,6 +2,7 @@
 
 mod clock;
 mod convert;
+mod ending;
 mod error;
 mod info;
 mod lease;
@@ -39,6 +40,7 @@ fn block_hashes(
     messages: Option<&Bound<'_, PyAny>>,
     tools: Option<&Bound<'_, PyAny>>,
 ) -> PyResult<(Vec<u64>, Vec<u64>)> {
+    let _call = ending::Call::enter();
     let block_size = BlockSize::new(block_size).map_err(to_py)?;
     let prompt = PromptArguments::new(tokens, text, messages, tools, lora, salt, media)?;
     let hashes = prompt.hashes(py, block_size)?;
@@ -53,6 +55,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
     error::register(module)?;
     shared::watch_forks(module)?;
+    ending::watch(module)?;
     module.add_class::<router::Router>()?;
     module.add_class::<lease::Lease>()?;
     module.add_class::<info::Candidate>()?;

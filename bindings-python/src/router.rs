@@ -14,6 +14,7 @@ use pyo3::types::PyString;
 
 use crate::clock::Clock;
 use crate::convert::{Media, Tokens, U32, U64, from_json, seconds, to_json, u32_of};
+use crate::ending::Call;
 use crate::error::{config_error, invalid, to_py};
 use crate::info::{Candidate, IngestReport, Overlap, Trust, WorkerInfo};
 use crate::lease::{Lease, outcome};
@@ -71,6 +72,7 @@ impl Router {
         seed: Option<U64>,
         clock: Option<Py<PyAny>>,
     ) -> PyResult<Self> {
+        let _call = Call::enter();
         let mut config = match config {
             Some(config) => {
                 RouterConfig::from_json(&to_json(config, "config", config_error)?).map_err(to_py)?

@@ -1,5 +1,6 @@
 //! What a router and its leases share, and what guards it: closing and forking.
 
+use std::ops::Deref;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
@@ -10,6 +11,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
 use crate::clock::Clock;
+use crate::ending::Call;
 use crate::error::to_py;
 
 /// Forks of this process's ancestors and itself that made it.
@@ -19,6 +21,7 @@ static FORKS: AtomicU64 = AtomicU64::new(0);
 #[pyfunction]
 fn forked() {
     FORKS.fetch_add(1, Ordering::Relaxed);
+    crate::ending::forked();
 }
 
 /// Has the interpreter call [`forked`] in every child. Asking for the process id at each call would cost a system call.
@@ -57,18 +60,22 @@ impl Shared {
     }
 
     /// Returns the router, also a closed one.
-    pub(crate) fn not_forked(&self) -> PyResult<&kvlane::Router> {
+    pub(crate) fn not_forked(&self) -> PyResult<Entered<'_>> {
+        let call = Call::enter();
         if self.is_forked() {
             return Err(to_py(Error::new(
                 ErrorKind::Closed,
                 "the router was made before this process was forked; make a new one here",
             )));
         }
-        Ok(&self.router)
+        Ok(Entered {
+            router: &self.router,
+            _call: call,
+        })
     }
 
     /// Returns the router unless it is closed.
-    pub(crate) fn open(&self) -> PyResult<&kvlane::Router> {
+    pub(crate) fn open(&self) -> PyResult<Entered<'_>> {
         let router = self.not_forked()?;
         if router.is_closed() {
             return Err(to_py(Error::new(ErrorKind::Closed, "the router is closed")));
@@ -118,6 +125,20 @@ impl Shared {
 
     pub(crate) fn now(&self, py: Python<'_>) -> PyResult<Instant> {
         self.clock.now(py)
+    }
+}
+
+/// The router, for as long as one call from Python lasts.
+pub(crate) struct Entered<'a> {
+    router: &'a kvlane::Router,
+    _call: Call,
+}
+
+impl Deref for Entered<'_> {
+    type Target = kvlane::Router;
+
+    fn deref(&self) -> &kvlane::Router {
+        self.router
     }
 }
 
