@@ -73,8 +73,9 @@ step_python() {
   test_wheel
   rm -rf "$target/venv/python"
   need_venv python pytest xxhash mypy msgpack numpy pyzmq "$target"/wheels/test/*.whl
+  "$venv/bin/python" bindings-python/stubs.py --check || die "_native.pyi differs from what bindings-python/stubs.py writes: commit that"
   (cd bindings-python && "$venv/bin/python" -m mypy.stubtest kvlane._native kvlane.aio)
-  (cd bindings-python && "$venv/bin/python" -m mypy --strict tests/typed_example.py)
+  (cd bindings-python && "$venv/bin/python" -m mypy --strict tests/typed_example.py stubs.py)
   (cd bindings-python && "$venv/bin/python" -m pytest)
 }
 
