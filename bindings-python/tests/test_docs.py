@@ -12,6 +12,8 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.parametrize("page", ["README.md", "docs/python.md"])
 def test_the_examples_of_a_page_run(page):
     examples = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+    # Those of the gateways run beside the gateways, see tests/gateways.
+    examples = [example for example in examples if not re.search(r"kvlane\.(asgi|litellm|ray)\b", example)]
     assert examples
     for example in examples:
         exec(compile(example, page, "exec"), {})

@@ -26,20 +26,23 @@ export PYTHONPATH=$site:$here PYTHONDONTWRITEBYTECODE=1
 export LITELLM_LOCAL_MODEL_COST_MAP=True  # its price list comes from the network otherwise
 export RAY_USAGE_STATS_ENABLED=0
 
+examples=$here/../../examples/python
 status=0
 cd "$here"
-# environment, the module that it type-checks (or -), and its tests
-while read -r name module tests; do
+# environment, the module and the example that it type-checks (or -), and its tests
+while read -r name module example tests; do
   echo "--- $name: $tests"
   python=$("$here/setup.sh" --path "$name")/venv/bin/python
-  [ "$module" = - ] || MYPYPATH=$site "$python" -m mypy --strict --cache-dir "$target/gateways/mypy" -m "$module" || status=$?
+  if [ "$module" != - ]; then
+    MYPYPATH=$site:$examples "$python" -m mypy --strict --cache-dir "$target/gateways/mypy-$name" -m "$module" -m "$example" || status=$?
+  fi
   # shellcheck disable=SC2086
   timeout --signal=INT --kill-after=20 "${KVLANE_GATEWAYS_TIMEOUT:-240}" \
     "$python" -m pytest -p no:cacheprovider -W ignore -q -rP --show-capture=stdout --durations=3 $tests "$@" </dev/null || status=$?
 done <<'TESTS'
-asgi kvlane.asgi test_asgi.py
-litellm kvlane.litellm test_litellm.py
-litellm-proxy - test_litellm.py test_litellm_proxy.py
-ray kvlane.ray test_ray.py
+asgi kvlane.asgi asgi_gateway test_asgi.py test_docs.py
+litellm kvlane.litellm litellm_gateway test_litellm.py test_docs.py
+litellm-proxy - - test_litellm.py test_litellm_proxy.py
+ray kvlane.ray ray_serve test_ray.py test_docs.py
 TESTS
 exit "$status"
