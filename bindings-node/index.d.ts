@@ -16,7 +16,7 @@ export type TrustState = 'unproven' | 'exact' | 'converging' | 'approximate' | '
 
 /**
  * Token ids. A `Uint32Array` is read in place; a `Buffer` or `Uint8Array` holds little-endian u32; the signed arrays are
- * checked; a plain array is read number by number, which is a hundred times slower.
+ * checked; a plain array is checked and copied.
  */
 export type Tokens = Uint32Array | Uint8Array | Int32Array | BigInt64Array | number[]
 
@@ -104,6 +104,14 @@ export interface Candidate {
   trust: TrustState
   /** The cost with its terms. */
   cost: Cost
+}
+
+/** Leading blocks of a prompt that one target holds, each counted once at its best tier; those of own placements are device blocks. */
+export interface TargetOverlap extends Overlap {
+  /** The worker. */
+  worker: string
+  /** Its data-parallel rank. */
+  dpRank: number
 }
 
 /** Leading blocks by tier. */
@@ -459,22 +467,6 @@ export interface SelectOverrides {
   externalHitCredit?: number
   /** r" Replaces `temperature`. */
   temperature?: number
-}
-
-/** r" Leading blocks of a prompt that one target holds, each counted once at its best tier. */
-export interface TargetOverlap {
-  /** r" The worker. */
-  worker: string
-  /** r" Its data-parallel rank. */
-  dpRank: number
-  /** r" Blocks in accelerator memory, those of own placements included. */
-  device: number
-  /** r" Blocks in host memory only. */
-  host: number
-  /** r" Blocks on local disk only. */
-  disk: number
-  /** r" Blocks in shared storage only. */
-  external: number
 }
 
 /** r" Blocks by tier. */

@@ -1,9 +1,9 @@
 'use strict'
 
 const native = require('./native.js')
-const { candidatesOf } = require('./lib/candidates.js')
 const { Lease } = require('./lib/lease.js')
 const { compact } = require('./lib/prompt.js')
+const { candidatesOf, overlapsOf } = require('./lib/targets.js')
 
 /** How often readiness is looked at. A stream connects in tens of milliseconds. */
 const POLL_MS = 10
@@ -23,7 +23,7 @@ class Router extends native.Router {
   }
 
   overlap(prompt, options) {
-    return super.overlap(compact(prompt), options)
+    return overlapsOf(super.overlap(compact(prompt), options))
   }
 
   rank(prompt, options) {

@@ -16,7 +16,7 @@ export type TrustState = 'unproven' | 'exact' | 'converging' | 'approximate' | '
 
 /**
  * Token ids. A `Uint32Array` is read in place; a `Buffer` or `Uint8Array` holds little-endian u32; the signed arrays are
- * checked; a plain array is read number by number, which is a hundred times slower.
+ * checked; a plain array is checked and copied.
  */
 export type Tokens = Uint32Array | Uint8Array | Int32Array | BigInt64Array | number[]
 
@@ -104,6 +104,14 @@ export interface Candidate {
   trust: TrustState
   /** The cost with its terms. */
   cost: Cost
+}
+
+/** Leading blocks of a prompt that one target holds, each counted once at its best tier; those of own placements are device blocks. */
+export interface TargetOverlap extends Overlap {
+  /** The worker. */
+  worker: string
+  /** Its data-parallel rank. */
+  dpRank: number
 }
 
 /** Leading blocks by tier. */

@@ -1,6 +1,6 @@
 'use strict'
 
-const { candidatesOf } = require('./candidates.js')
+const { candidatesOf } = require('./targets.js')
 
 const OK = {}
 const ABSENT = -1

@@ -13,7 +13,7 @@ use napi_derive::napi;
 
 use crate::error::{Result, invalid, to_js};
 use crate::read::{Given, maybe, need, options};
-use crate::report::{Candidates, candidates};
+use crate::report::{Table, candidates};
 use crate::router::Router;
 
 /// The decisions behind bookings that live; of those that ended, the core keeps the last.
@@ -81,7 +81,7 @@ impl Router {
 
     /// Lists the candidates of a decision.
     #[napi(js_name = "_explain", skip_typescript)]
-    pub fn lease_explain(&self, lease: f64) -> Result<Candidates> {
+    pub fn lease_explain(&self, lease: f64) -> Result<Table> {
         let id = id_of(lease);
         let live = self.decisions.borrow().live.get(&id).map(Arc::clone);
         let decision = live.or_else(|| self.core.router.decision(id));

@@ -18,8 +18,7 @@ pub use lease::FinishOptions;
 pub use prompt::HashOptions;
 pub use read::MediaItem;
 pub use report::{
-    IndexStats, IngestReport, PlacementStats, RankTrust, RouterStats, TargetOverlap, TierBlocks,
-    Trust, WorkerInfo,
+    IndexStats, IngestReport, PlacementStats, RankTrust, RouterStats, TierBlocks, Trust, WorkerInfo,
 };
 pub use router::{
     IngestOptions, LoadOptions, PromptOptions, RecordOptions, Router, SelectOptions,
@@ -46,7 +45,7 @@ pub fn error_codes() -> Vec<&'static str> {
     ErrorKind::ALL.iter().map(|kind| kind.code()).collect()
 }
 
-/// Every trust state, in the order of the numbers of `Candidates`.
+/// Every trust state, in the order of its numbers in `rank`.
 #[napi(skip_typescript)]
 pub fn trust_states() -> Vec<&'static str> {
     TrustState::ALL.iter().map(|state| state.name()).collect()

@@ -22,22 +22,6 @@ macro_rules! answers {
 }
 
 answers! {
-    /// Leading blocks of a prompt that one target holds, each counted once at its best tier.
-    TargetOverlap {
-        /// The worker.
-        worker: String,
-        /// Its data-parallel rank.
-        dp_rank: u32,
-        /// Blocks in accelerator memory, those of own placements included.
-        device: u32,
-        /// Blocks in host memory only.
-        host: u32,
-        /// Blocks on local disk only.
-        disk: u32,
-        /// Blocks in shared storage only.
-        external: u32,
-    }
-
     /// What was done with one batch of events.
     IngestReport {
         /// Events that were applied.
@@ -178,27 +162,28 @@ answers! {
     }
 }
 
-impl TargetOverlap {
-    pub(crate) fn new(target: &WorkerRank, overlap: kvlane::Overlap) -> Self {
-        Self {
-            worker: target.worker.as_str().to_owned(),
-            dp_rank: target.dp_rank,
-            device: overlap.device,
-            host: overlap.host,
-            disk: overlap.disk,
-            external: overlap.external,
-        }
-    }
-}
+/// Candidates as JavaScript makes objects of them: the worker of each, and sixteen numbers of each as lib/targets.js reads them.
+pub(crate) type Table = (Vec<String>, Float64Array);
 
-/// Candidates as JavaScript makes objects of them: the worker of each, and sixteen numbers of each as lib/candidates.js reads
-/// them.
-pub(crate) type Candidates = (Vec<String>, Float64Array);
-
-pub(crate) fn candidates(from: &[kvlane::Candidate]) -> Candidates {
+pub(crate) fn candidates(from: &[kvlane::Candidate]) -> Table {
     let workers = from.iter();
     let workers = workers.map(|candidate| candidate.target.worker.as_str().to_owned());
     let numbers: Vec<f64> = from.iter().flat_map(numbers).collect();
+    (workers.collect(), numbers.into())
+}
+
+/// The same for overlaps, five numbers of each.
+pub(crate) fn overlaps(from: &[(WorkerRank, kvlane::Overlap)]) -> Table {
+    let workers = from
+        .iter()
+        .map(|(target, _)| target.worker.as_str().to_owned());
+    let numbers: Vec<f64> = from
+        .iter()
+        .flat_map(|(target, overlap)| {
+            let blocks = [overlap.device, overlap.host, overlap.disk, overlap.external];
+            [target.dp_rank].into_iter().chain(blocks).map(f64::from)
+        })
+        .collect();
     (workers.collect(), numbers.into())
 }
 

@@ -18,9 +18,7 @@ use crate::error::{Result, invalid, to_js};
 use crate::lease::{Decisions, Facts, read_outcome};
 use crate::prompt::{Content, GivenPrompt, Salt};
 use crate::read::{Given, MediaItem, maybe, need, options};
-use crate::report::{
-    Candidates, IngestReport, RouterStats, TargetOverlap, Trust, WorkerInfo, candidates,
-};
+use crate::report::{IngestReport, RouterStats, Table, Trust, WorkerInfo, candidates, overlaps};
 
 /// Decides which worker serves a request. Every method is synchronous; only `waitReady` waits. See `kvlane::Router` in the
 /// Rust documentation.
@@ -299,21 +297,18 @@ impl Router {
     }
 
     /// Returns the leading blocks that each target holds, by worker and rank; targets with none are absent.
-    #[napi]
+    #[napi(ts_return_type = "Array<TargetOverlap>")]
     pub fn overlap(
         &self,
         env: &Env,
         #[napi(ts_arg_type = "Prompt")] prompt: GivenPrompt<'_>,
         #[napi(ts_arg_type = "PromptOptions")] options: Option<Options<'_>>,
-    ) -> Result<Vec<TargetOverlap>> {
+    ) -> Result<Table> {
         let options: PromptOptions = maybe(options, "options")?.unwrap_or_default();
         let salt = Salt::new(options.lora, options.salt, options.media);
         let prompt = self.prompt(&prompt, &salt)?;
         let found = self.open()?.overlap(&prompt, self.core.clock.now(env)?);
-        let overlaps = found
-            .iter()
-            .map(|(target, overlap)| TargetOverlap::new(target, *overlap));
-        Ok(overlaps.collect())
+        Ok(overlaps(&found))
     }
 
     /// Returns every eligible target, cheapest first. Nothing is booked.
@@ -323,7 +318,7 @@ impl Router {
         env: &Env,
         #[napi(ts_arg_type = "Prompt")] prompt: GivenPrompt<'_>,
         #[napi(ts_arg_type = "SelectOptions")] options: Option<Options<'_>>,
-    ) -> Result<Candidates> {
+    ) -> Result<Table> {
         let request = self.request(&prompt, options)?;
         let now = self.core.clock.now(env)?;
         let ranked = self.open()?.rank(&request.borrow(), now);

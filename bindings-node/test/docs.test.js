@@ -21,6 +21,7 @@ const PRINTS = {
   'Ten lines': /^w[12] holds 0 blocks\ntrue\n$/,
   'Engine events': /^false (unproven|unreachable)\n$/,
   Leases: /^0\n$/,
+  Gateways: /^\{"usage": \{"prompt_tokens": 3\}\} 0\n$/,
   Errors: /^config_error blokSize\n$/,
   'As a library': /^w[12] holds 0 blocks\n$/,
 }
@@ -39,6 +40,12 @@ test('every example of the guide and of the README runs', async (t) => {
     const { stdout } = await promisify(execFile)(process.execPath, [file], { timeout: 20_000 })
     assert.match(stdout, PRINTS[name], name)
   }
+})
+
+test('the table of costs is that of the last measurement', () => {
+  const { results } = require('../bench/results.json')
+  const rows = [...GUIDE.matchAll(/^\| (.*) \| ([\d.]+) \| ([\d.]+) \|$/gm)].map(([, ...cells]) => cells)
+  assert.deepEqual(rows, results.map(({ call, p50, p99 }) => [call, p50.toFixed(1), p99.toFixed(1)]))
 })
 
 test('the guide tells of every code', () => {

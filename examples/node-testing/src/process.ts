@@ -6,8 +6,8 @@ import type { TestContext } from 'node:test'
 export interface Launched {
   /** What it printed so far. */
   readonly output: () => string
-  /** Ends it before the test does, and waits for that. */
-  stop(signal?: NodeJS.Signals): Promise<void>
+  /** Ends it before the test does, waits for that, and returns the exit code: `null` when the signal ended it. */
+  stop(signal?: NodeJS.Signals): Promise<number | null>
 }
 
 /** Starts a process that ends with the test, and waits for what `ready` finds in its output. */
@@ -28,6 +28,7 @@ export async function launch<Found>(
     child.kill(signal)
     await exited
     clearTimeout(impatient)
+    return child.exitCode
   }
   t.after(() => stop())
   const end = performance.now() + 20_000

@@ -32,4 +32,13 @@ function candidatesOf([workers, numbers]) {
   })
 }
 
+/** The same for overlaps. */
+function overlapsOf([workers, numbers]) {
+  return workers.map((worker, index) => {
+    const [dpRank, device, host, disk, external] = numbers.subarray(index * 5, index * 5 + 5)
+    return { worker, dpRank, device, host, disk, external }
+  })
+}
+
+module.exports.overlapsOf = overlapsOf
 module.exports.candidatesOf = candidatesOf
