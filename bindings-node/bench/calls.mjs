@@ -135,8 +135,8 @@ function table(results) {
 
 function document({ results }) {
   const guide = readFileSync(GUIDE, 'utf8')
-  const [begin, end] = ['<!-- calls -->\n', '\n<!-- /calls -->']
+  const [begin, end] = ['<!-- calls -->\n', '<!-- /calls -->']
   const [from, to] = [guide.indexOf(begin) + begin.length, guide.indexOf(end)]
   if (from < begin.length || to < from) throw new Error('docs/node.md has no place for the table')
-  writeFileSync(GUIDE, guide.slice(0, from) + table(results) + guide.slice(to))
+  writeFileSync(GUIDE, `${guide.slice(0, from)}${table(results)}\n${guide.slice(to)}`)
 }
