@@ -12,7 +12,7 @@
 #   FUZZ_SECONDS    seconds for each fuzz target (10)
 . "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 
-steps=(format lint core workspace benches docs python node node-gateways fuzz scenarios gateways engines)
+steps=(format lint core loom workspace benches docs python node node-gateways fuzz scenarios gateways engines)
 logs=$target/test-logs
 step_names=() step_seconds=() step_counts=()
 passed=0 failed=0 skipped=0
@@ -53,6 +53,11 @@ step_lint() {
 step_core() {
   cargo test -p kvlane --no-default-features
   cargo test -p kvlane --features chat,json --test parity
+}
+
+# Every interleaving of the core's own protocols: seconds, after a build of its own.
+step_loom() {
+  RUSTFLAGS='--cfg loom' cargo test -p kvlane --lib --target-dir "$target/loom" sync::
 }
 
 # Everything but the bindings in one build: the core with `zmq`, the sidecar, the scenarios and the examples.

@@ -149,6 +149,14 @@ impl Booked {
 }
 
 #[cfg(test)]
+impl ActiveIndex {
+    /// Tells whether nothing is booked.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.shards.iter().all(|shard| shard.read().is_empty())
+    }
+}
+
+#[cfg(test)]
 mod tests {
     use std::collections::HashSet;
 
@@ -308,7 +316,7 @@ mod tests {
                 sums[slot as usize] -= index.release(&booked);
             }
             prop_assert_eq!(sums, [0; 3]);
-            prop_assert!(index.shards.iter().all(|shard| shard.read().is_empty()));
+            prop_assert!(index.is_empty());
         }
     }
 }

@@ -3,13 +3,11 @@
 use std::fmt;
 use std::ops::Deref;
 
-use parking_lot::RwLockReadGuard;
-
-use super::RwLock;
 use super::atomic::{AtomicUsize, Ordering};
+use super::checked::{RwLock, RwLockReadGuard};
 
 /// Copies of what all threads would otherwise write to one cache line. More threads than this share.
-pub(crate) const STRIPES: usize = 16;
+pub(crate) const STRIPES: usize = if cfg!(loom) { 2 } else { 16 };
 
 /// Returns the stripe of the calling thread.
 pub(crate) fn stripe() -> usize {
@@ -61,7 +59,11 @@ impl<T> Striped<T> {
 
     /// Reads the value of the calling thread's stripe.
     pub(crate) fn read(&self) -> StripedRef<'_, T> {
-        StripedRef(self.stripes[stripe()].0.read())
+        self.read_at(stripe())
+    }
+
+    fn read_at(&self, stripe: usize) -> StripedRef<'_, T> {
+        StripedRef(self.stripes[stripe].0.read())
     }
 
     /// Replaces the value of every stripe at once.
@@ -88,7 +90,7 @@ impl<T> fmt::Debug for Striped<T> {
     }
 }
 
-#[cfg(test)]
+#[cfg(all(test, not(loom)))]
 mod tests {
     use std::thread;
 
@@ -112,6 +114,42 @@ mod tests {
                 value.replace(|| next);
                 newest.store(next, Ordering::SeqCst);
             }
+        });
+    }
+}
+
+#[cfg(all(test, loom))]
+mod model {
+    use loom::sync::Arc;
+    use loom::sync::atomic::{AtomicUsize, Ordering};
+    use loom::thread;
+
+    use super::*;
+
+    /// Removing a worker: whatever a decision notes of one that it saw registered, nothing is left once removing returns.
+    /// Two decisions on stripes of their own beside a removal; all of it takes a second.
+    #[test]
+    fn nothing_is_noted_after_a_removal() {
+        loom::model(|| {
+            let is_registered = Arc::new(Striped::new(|| true));
+            let noted = Arc::new(AtomicUsize::new(0));
+            let decisions: Vec<_> = (0..STRIPES)
+                .map(|stripe| {
+                    let (workers, noted) = (Arc::clone(&is_registered), Arc::clone(&noted));
+                    thread::spawn(move || {
+                        let is_registered = workers.read_at(stripe);
+                        if *is_registered {
+                            noted.fetch_add(1, Ordering::Relaxed);
+                        }
+                    })
+                })
+                .collect();
+            is_registered.replace(|| false);
+            noted.store(0, Ordering::Relaxed);
+            for decision in decisions {
+                decision.join().expect("a decision does not panic");
+            }
+            assert_eq!(noted.load(Ordering::Relaxed), 0);
         });
     }
 }

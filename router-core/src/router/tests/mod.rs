@@ -4,6 +4,7 @@ mod budget;
 mod events;
 mod load;
 mod placements;
+mod threads;
 mod trust;
 
 use std::time::{Duration, Instant};
