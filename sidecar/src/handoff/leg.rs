@@ -60,15 +60,6 @@ impl LegContext<'_> {
         }
         Ok(())
     }
-
-    /// Returns the header by which vLLM is told a rank; none where there is one rank.
-    pub(super) fn rank_header((rank, ranks): (u32, u32)) -> Vec<(&'static str, String)> {
-        if ranks > 1 {
-            vec![("x-data-parallel-rank", rank.to_string())]
-        } else {
-            Vec::new()
-        }
-    }
 }
 
 /// Why a request is served on one worker whatever a plan would say.
@@ -256,6 +247,24 @@ fn strip_fields(fields: &mut Map<String, Value>) {
         "disagg_prefill_dp_rank",
     ];
     fields.retain(|name, _| !is_handoff(name) && !routing.contains(&name.as_str()));
+}
+
+/// Writes a leg to vLLM: transfer parameters at the top of the body, the rank in a header.
+pub(super) fn vllm_leg(mut body: Value, parameters: Value, rank: (u32, u32)) -> Leg {
+    set(&mut body, "kv_transfer_params", parameters);
+    Leg {
+        body,
+        headers: rank_header(rank),
+    }
+}
+
+/// Returns the header by which vLLM is told a rank; none where there is one rank.
+fn rank_header((rank, ranks): (u32, u32)) -> Vec<(&'static str, String)> {
+    if ranks > 1 {
+        vec![("x-data-parallel-rank", rank.to_string())]
+    } else {
+        Vec::new()
+    }
 }
 
 /// Sets a top-level field of a body that is an object.

@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 
 use crate::request::Endpoint;
 
-use super::leg::{Dialect, Leg, LegContext, local_body, prefill_body, set};
+use super::leg::{Dialect, Leg, LegContext, local_body, prefill_body, vllm_leg};
 use super::ticket::{Expired, Ticket};
 use super::{LegOrder, Protocol};
 
@@ -16,8 +16,6 @@ pub struct Mooncake;
 
 /// Nothing is held before both legs are there; this bounds the wait for admission only.
 const VALID: Duration = Duration::from_secs(240);
-
-const PARAMETERS: &str = "kv_transfer_params";
 
 impl Protocol for Mooncake {
     fn order(&self) -> LegOrder {
@@ -45,18 +43,14 @@ impl Protocol for Mooncake {
         ticket: Option<&Ticket>,
         context: &LegContext<'_>,
     ) -> Leg {
-        let mut body = prefill_body(Dialect::Vllm, endpoint, body);
+        let body = prefill_body(Dialect::Vllm, endpoint, body);
         let transfer_id = ticket.and_then(|ticket| ticket.parameter("transfer_id"));
         let asked = json!({
             "do_remote_decode": true,
             "do_remote_prefill": false,
             "transfer_id": transfer_id,
         });
-        set(&mut body, PARAMETERS, asked);
-        Leg {
-            body,
-            headers: LegContext::rank_header(context.prefill_rank),
-        }
+        vllm_leg(body, asked, context.prefill_rank)
     }
 
     fn handed_over(&self, _reply: &mut Value, _now: Instant) -> Option<Ticket> {
@@ -70,12 +64,8 @@ impl Protocol for Mooncake {
         context: &LegContext<'_>,
         now: Instant,
     ) -> Result<Leg, Expired> {
-        let mut body = local_body(body);
-        set(&mut body, PARAMETERS, ticket.redeem(now)?);
-        Ok(Leg {
-            body,
-            headers: LegContext::rank_header(context.decode_rank),
-        })
+        let parameters = ticket.redeem(now)?;
+        Ok(vllm_leg(local_body(body), parameters, context.decode_rank))
     }
 }
 

@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 
 use crate::request::Endpoint;
 
-use super::leg::{Dialect, Leg, LegContext, local_body, prefill_body, set};
+use super::leg::{Dialect, Leg, LegContext, local_body, prefill_body, vllm_leg};
 use super::ticket::{Expired, Ticket};
 use super::{LegOrder, Protocol};
 
@@ -51,8 +51,6 @@ pub fn lease_of(version: &str) -> Duration {
     Duration::from_secs(seconds)
 }
 
-const PARAMETERS: &str = "kv_transfer_params";
-
 impl Protocol for Nixl {
     fn order(&self) -> LegOrder {
         LegOrder::Sequential
@@ -69,17 +67,13 @@ impl Protocol for Nixl {
         _ticket: Option<&Ticket>,
         context: &LegContext<'_>,
     ) -> Leg {
-        let mut body = prefill_body(Dialect::Vllm, endpoint, body);
+        let body = prefill_body(Dialect::Vllm, endpoint, body);
         let asked = json!({"do_remote_decode": true, "do_remote_prefill": false});
-        set(&mut body, PARAMETERS, asked);
-        Leg {
-            body,
-            headers: LegContext::rank_header(context.prefill_rank),
-        }
+        vllm_leg(body, asked, context.prefill_rank)
     }
 
     fn handed_over(&self, reply: &mut Value, now: Instant) -> Option<Ticket> {
-        let parameters = reply.get_mut(PARAMETERS)?.take();
+        let parameters = reply.get_mut("kv_transfer_params")?.take();
         is_complete(&parameters).then(|| Ticket::new(parameters, now, self.valid()))
     }
 
@@ -90,12 +84,8 @@ impl Protocol for Nixl {
         context: &LegContext<'_>,
         now: Instant,
     ) -> Result<Leg, Expired> {
-        let mut body = local_body(body);
-        set(&mut body, PARAMETERS, ticket.redeem(now)?);
-        Ok(Leg {
-            body,
-            headers: LegContext::rank_header(context.decode_rank),
-        })
+        let parameters = ticket.redeem(now)?;
+        Ok(vllm_leg(local_body(body), parameters, context.decode_rank))
     }
 }
 

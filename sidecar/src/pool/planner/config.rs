@@ -163,6 +163,10 @@ impl PlannerConfig {
                 )));
             }
         }
+        self.validate_bounds()
+    }
+
+    fn validate_bounds(&self) -> Result<()> {
         for (key, bounds) in [
             ("prefill", self.prefill),
             ("decode", self.decode),
