@@ -62,24 +62,36 @@ fn correct_in(fields: &mut Map<String, Value>, cached: Option<u64>) -> bool {
     let Some(Value::Object(usage)) = fields.get_mut("usage") else {
         return changed;
     };
+    changed |= correct_messages(usage, cached);
     let prompt = ["prompt_tokens", "input_tokens"]
         .iter()
         .find_map(|name| usage.get(*name)?.as_u64());
     let cached = cached.map(|cached| prompt.map_or(cached, |prompt| cached.min(prompt)));
     for name in DETAILS {
-        if let Some(value) = usage
-            .get_mut(name)
-            .and_then(|details| details.get_mut("cached_tokens"))
-        {
+        let details = usage.get_mut(name);
+        if let Some(value) = details.and_then(|details| details.get_mut("cached_tokens")) {
             *value = json!(cached);
             changed = true;
         }
     }
-    if let Some(value) = usage.get_mut(READ_TOKENS) {
-        *value = json!(cached);
-        changed = true;
-    }
     changed
+}
+
+/// Messages count apart what was cached: `input_tokens` is the rest.
+fn correct_messages(usage: &mut Map<String, Value>, cached: Option<u64>) -> bool {
+    let count = |name: &str| usage.get(name).and_then(Value::as_u64);
+    let Some(read) = count(READ_TOKENS) else {
+        return false;
+    };
+    if let Some(rest) = count("input_tokens") {
+        let all = rest.saturating_add(read);
+        let cached = cached.map(|cached| cached.min(all));
+        usage.insert("input_tokens".to_owned(), json!(all - cached.unwrap_or(0)));
+        usage.insert(READ_TOKENS.to_owned(), json!(cached));
+    } else {
+        usage.insert(READ_TOKENS.to_owned(), json!(cached));
+    }
+    true
 }
 
 /// Corrects an event stream as it passes. Lines without anything to correct pass byte for byte.
@@ -259,10 +271,20 @@ mod tests {
             event["response"]["usage"]["input_tokens_details"]["cached_tokens"],
             4
         );
-        let mut event = json!({"type": "message_start", "message": {"usage": {"input_tokens": 9,
-            "cache_read_input_tokens": 9}}});
-        assert!(correct_answer(&mut event, Some(4)));
-        assert_eq!(event["message"]["usage"]["cache_read_input_tokens"], 4);
+        // Messages: 106 tokens, of which the prefill worker had 64.
+        let event = |input: Value, read: Value| {
+            json!({"type": "message_start", "message": {"usage": {"input_tokens": input,
+                "cache_read_input_tokens": read}}})
+        };
+        for (cached, input, read) in [
+            (Some(64), json!(42), json!(64)),
+            (Some(900), json!(0), json!(106)),
+            (None, json!(106), Value::Null),
+        ] {
+            let mut answer = event(json!(10), json!(96));
+            assert!(correct_answer(&mut answer, cached));
+            assert_eq!(answer, event(input, read));
+        }
         for untouched in [
             json!([]),
             json!({"usage": null}),
