@@ -5,7 +5,7 @@
 #
 # Environment:
 #   KVLANE_BIN                the kvlane binary (default: the release build of this checkout)
-#   KVLANE_GATEWAYS_TIMEOUT   seconds for the tests of one environment (default 240)
+#   KVLANE_GATEWAYS_TIMEOUT   seconds for the tests of one environment (default 300)
 #   KVLANE_CACHE, KVLANE_PYTHON   see setup.sh
 set -euo pipefail
 
@@ -37,7 +37,7 @@ while read -r name module example tests; do
     MYPYPATH=$site:$examples "$python" -m mypy --strict --cache-dir "$target/gateways/mypy-$name" -m "$module" -m "$example" || status=$?
   fi
   # shellcheck disable=SC2086
-  timeout --signal=INT --kill-after=20 "${KVLANE_GATEWAYS_TIMEOUT:-240}" \
+  timeout --signal=INT --kill-after=20 "${KVLANE_GATEWAYS_TIMEOUT:-300}" \
     "$python" -m pytest -p no:cacheprovider -W ignore -q -rP --show-capture=stdout --durations=3 $tests "$@" </dev/null || status=$?
 done <<'TESTS'
 asgi kvlane.asgi asgi_gateway test_asgi.py test_docs.py

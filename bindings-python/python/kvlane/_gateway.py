@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable, Container, Mapping, Sequence
 from inspect import isawaitable
 from typing import Any, Literal, NamedTuple, TypeAlias, TypedDict
 
-from ._native import Error, InvalidRequest, Lease, Router
+from ._native import InvalidRequest, Lease, Router
 
 __all__ = ["Tokenize", "Usage", "WorkerOptions"]
 
@@ -45,28 +45,25 @@ class Fleet:
     def __init__(self, router: Router) -> None:
         self.router = router
         self._known: dict[str, WorkerOptions] = {}
-        self._refused: set[str] = set()
+        # Those that were there before are their owner's to describe.
+        self._given = {worker.id for worker in router.workers()}
 
-    def meet(self, worker: str, options: WorkerOptions) -> bool:
-        """Registers a worker when it is new or its settings changed. Returns whether the router has it: settings that it
-        refuses are logged, once, and leave the worker to the gateway's own ways."""
-        if self._known.get(worker) != options:
-            self.forget(worker)
-            self._known[worker] = options
-            try:
-                self.router.add_worker(worker, **options)
-            except (Error, TypeError, ValueError) as error:
-                self._refused.add(worker)
-                log.warning("worker %s cannot be chosen by its cache: %s", worker, error)
-        return worker not in self._refused
+    def meet(self, worker: str, options: WorkerOptions) -> None:
+        """Registers a worker when it is new or its settings changed. Settings that the router refuses are logged, once, and
+        it does without them: the worker is to have its share of requests."""
+        if worker in self._given or self._known.get(worker) == options:
+            return
+        self.forget(worker)
+        try:
+            self.router.add_worker(worker, **options)
+        except (TypeError, ValueError) as error:
+            log.warning("worker %s is registered without its settings: %s", worker, error)
+            self.router.add_worker(worker)
+        self._known[worker] = options
 
     def forget(self, worker: str) -> None:
         """Removes a worker with everything known of it."""
-        if self._known.pop(worker, None) is None:
-            return
-        if worker in self._refused:
-            self._refused.discard(worker)
-        else:
+        if self._known.pop(worker, None) is not None:
             self.router.remove_worker(worker)
 
     def retain(self, workers: Container[str]) -> None:

@@ -83,12 +83,12 @@ class KvRouting(CustomLogger):
     ) -> list[dict[str, Any]]:
         """Returns the chosen deployment alone, or all of them when the router has no opinion."""
         _CHOSEN.set(None)  # one that LiteLLM did not use after all is released with it
-        by_worker = self._workers_of(healthy_deployments)
         body = {**(request_kwargs or {}), "model": model}
         if messages is not None:
             body["messages"] = messages
         prompt = await prompt_of(body, self._tokenize)
         try:
+            by_worker = self._workers_of(healthy_deployments)
             lease = select(self.router, prompt, list(by_worker), self._lease_seconds)
         except Error as error:  # closed or forked: a request is not to fail for its placement
             log.warning("LiteLLM chooses by itself: %s", error)
@@ -105,8 +105,8 @@ class KvRouting(CustomLogger):
             worker = str(info.get("id"))
             api_base = (deployment.get("litellm_params") or {}).get("api_base")
             options = info.get("kvlane") or self._options.get(worker) or self._options.get(str(api_base)) or {}
-            if self._fleet.meet(worker, options):
-                by_worker[worker] = deployment
+            self._fleet.meet(worker, options)
+            by_worker[worker] = deployment
         return by_worker
 
     async def async_pre_call_deployment_hook(self, kwargs: dict[str, Any], call_type: Any) -> None:
