@@ -1,5 +1,11 @@
 import type { Lease, Prompt, Router, SelectOptions } from './index.js'
 
+/** Parses a request's body; nothing when it is no JSON: the engine says what is wrong with it. */
+export declare function bodyOf(bytes: Uint8Array): unknown
+
+/** The body of a gateway's own answer, in the shape of OpenAI's errors. */
+export declare function errorBody(status: number, code: string, message: string): string
+
 /** A prompt, and what `select` is to know beside it. */
 export interface RequestPrompt {
   prompt: Prompt
@@ -80,10 +86,10 @@ export declare class Booking {
 export declare class Cooldown {
   /** `seconds` of rest after a failure (default 5); `clock` returns seconds. */
   constructor(options?: { seconds?: number; clock?: () => number })
-  /** It could not be reached, or answered 502, 503 or 504. */
+  /** It could not be reached. */
   failed(worker: string): void
-  /** It is well again. */
-  answered(worker: string): void
+  /** It answered: with 502, 503 or 504 it is as if it could not be reached, otherwise it is well again. */
+  answered(worker: string, status: number): void
   /** Those of `workers` that may be chosen: all when all are resting. */
   allowed(workers: Iterable<string>): string[]
 }

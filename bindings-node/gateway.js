@@ -261,6 +261,9 @@ function reported(usage) {
   return outcome
 }
 
+/** Statuses that say that an engine, or the way to it, is not there. */
+const UNAVAILABLE = new Set([502, 503, 504])
+
 class Cooldown {
   #seconds
   #clock
@@ -275,8 +278,9 @@ class Cooldown {
     this.#until.set(worker, this.#clock() + this.#seconds)
   }
 
-  answered(worker) {
-    this.#until.delete(worker)
+  answered(worker, status) {
+    if (UNAVAILABLE.has(status)) this.failed(worker)
+    else this.#until.delete(worker)
   }
 
   allowed(workers) {
@@ -288,6 +292,20 @@ class Cooldown {
   }
 }
 
+function bodyOf(bytes) {
+  try {
+    return JSON.parse(Buffer.from(bytes.buffer, bytes.byteOffset, bytes.byteLength).toString('utf8'))
+  } catch {
+    return undefined
+  }
+}
+
+function errorBody(status, code, message) {
+  return JSON.stringify({ error: { message, type: status < 500 ? 'invalid_request_error' : 'server_error', code } })
+}
+
+module.exports.bodyOf = bodyOf
+module.exports.errorBody = errorBody
 module.exports.promptOf = promptOf
 module.exports.selectFor = selectFor
 module.exports.EngineTokenizer = EngineTokenizer

@@ -1,4 +1,4 @@
 import gateway from './gateway.js'
 
-export const { promptOf, selectFor, EngineTokenizer, UsageReader, Booking, Cooldown } = gateway
+export const { bodyOf, errorBody, promptOf, selectFor, EngineTokenizer, UsageReader, Booking, Cooldown } = gateway
 export default gateway

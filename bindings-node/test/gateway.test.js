@@ -7,7 +7,7 @@ const { createServer } = require('node:http')
 const test = require('node:test')
 
 const { Router } = require('..')
-const { Booking, Cooldown, EngineTokenizer, UsageReader, promptOf, selectFor } = require('../gateway.js')
+const { Booking, Cooldown, EngineTokenizer, UsageReader, bodyOf, errorBody, promptOf, selectFor } = require('../gateway.js')
 
 const NONE = { prompt: new Uint32Array(0), options: {} }
 
@@ -137,8 +137,19 @@ test('an engine that failed rests, unless all do', () => {
   now = 5
   assert.deepEqual(cooldown.allowed(['a', 'b']), ['a', 'b'])
   cooldown.failed('a')
-  cooldown.answered('a')
+  cooldown.answered('a', 200)
   assert.deepEqual(cooldown.allowed(new Set(['a', 'b'])), ['a', 'b'])
+  for (const [status, allowed] of [[429, 2], [500, 2], [502, 1], [503, 1], [504, 1], [200, 2]]) {
+    cooldown.answered('a', status)
+    assert.equal(cooldown.allowed(['a', 'b']).length, allowed, `${status}`)
+  }
+})
+
+test('bodies are parsed, and refusals written', () => {
+  assert.deepEqual(bodyOf(Buffer.from('{"prompt": "ü"}')), { prompt: 'ü' })
+  for (const text of ['', '{', 'no']) assert.equal(bodyOf(Buffer.from(text)), undefined)
+  assert.deepEqual(JSON.parse(errorBody(413, 'body_too_large', 'no')), { error: { message: 'no', type: 'invalid_request_error', code: 'body_too_large' } })
+  assert.equal(JSON.parse(errorBody(503, 'no_worker', 'no')).error.type, 'server_error')
 })
 
 test('engines tokenize, in turn, and one that cannot is passed over', async (t) => {

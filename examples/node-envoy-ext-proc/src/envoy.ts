@@ -5,6 +5,7 @@ import { fileURLToPath } from 'node:url'
 
 import { loadPackageDefinition } from '@grpc/grpc-js'
 import { loadSync } from '@grpc/proto-loader'
+import { errorBody } from 'kvlane/gateway'
 
 import type { HeaderMap__Output } from './generated/envoy/service/ext_proc/v3/HeaderMap.js'
 import type { HeaderMutation } from './generated/envoy/service/ext_proc/v3/HeaderMutation.js'
@@ -85,12 +86,11 @@ export function pieces(body: Buffer, last: boolean): Array<{ body: Buffer; endOf
 
 /** An answer of our own, in the shape of OpenAI's errors. Envoy sends it to the client and forgets the stream. */
 export function refusal(status: number, code: string, message: string): ProcessingResponse {
-  const type = status < 500 ? 'invalid_request_error' : 'server_error'
   return {
     immediateResponse: {
       status: { code: status },
       headers: { setHeaders: [{ header: { key: 'content-type', rawValue: Buffer.from('application/json') }, appendAction: 'OVERWRITE_IF_EXISTS_OR_ADD' }] },
-      body: Buffer.from(JSON.stringify({ error: { message, type, code } })),
+      body: Buffer.from(errorBody(status, code, message)),
       details: `kvlane_${code}`,
     },
   }

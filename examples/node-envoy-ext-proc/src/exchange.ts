@@ -1,3 +1,5 @@
+import { bodyOf } from 'kvlane/gateway'
+
 import {
   destination,
   header,
@@ -102,7 +104,7 @@ export class Exchange {
   }
 
   async #place(send: (to: Destination) => Reply[]): Promise<Reply[]> {
-    const body = this.#body.length > 0 ? parse(Buffer.concat(this.#body)) : undefined
+    const body = this.#body.length > 0 ? bodyOf(Buffer.concat(this.#body)) : undefined
     this.#body = []
     this.#placed = true
     this.#placement = await this.#picker.pick(body, this.#subset, this.#signal)
@@ -146,13 +148,4 @@ export class Exchange {
 interface Destination {
   response: NonNullable<NonNullable<Reply['requestHeaders']>['response']>
   metadata: NonNullable<Reply['dynamicMetadata']>
-}
-
-/** The body's JSON; nothing when there is none: the engine says what is wrong with it. */
-function parse(body: Buffer): unknown {
-  try {
-    return JSON.parse(body.toString('utf8'))
-  } catch {
-    return undefined
-  }
 }

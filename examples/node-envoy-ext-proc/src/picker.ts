@@ -76,8 +76,7 @@ export class Picker {
       if (lease) placement.booking = new Booking(lease)
     }
     placement.request = undefined
-    if (UNAVAILABLE.has(status)) this.#cooldown.failed(answering)
-    else this.#cooldown.answered(answering)
+    this.#cooldown.answered(answering, status)
     placement.booking.started(status)
   }
 
@@ -85,6 +84,3 @@ export class Picker {
     this.router.close()
   }
 }
-
-/** Statuses that say that an engine, or the way to it, is not there. */
-const UNAVAILABLE = new Set([502, 503, 504])

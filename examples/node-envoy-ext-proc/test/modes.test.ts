@@ -11,7 +11,7 @@ import { answerOf, play, startEnvoy, tokenWorkload, until, type Envoy } from 'kv
 import { configuration, gateway, picker } from './setup.js'
 
 /** An upstream that answers what it got. */
-async function echo(t: TestContext, edit: (yaml: string) => string = (yaml) => yaml) {
+async function echo(t: TestContext, edit: (yaml: string, endpoint: string) => string = (yaml) => yaml) {
   const seen: IncomingMessage[] = []
   const upstream = createServer((request, response) => {
     seen.push(request)
@@ -24,7 +24,7 @@ async function echo(t: TestContext, edit: (yaml: string) => string = (yaml) => y
   t.after(() => new Promise((resolve) => upstream.close(resolve).closeAllConnections()))
   const endpoint = `127.0.0.1:${(upstream.address() as AddressInfo).port}`
   const server = await picker(t, [{ id: 'echo', endpoint }], { maxBody: 10 * 2 ** 20 })
-  const envoy = await startEnvoy(t, edit(await configuration()), { 'port_value: 9002': `port_value: ${server.port}` })
+  const envoy = await startEnvoy(t, edit(await configuration(), endpoint), { 'port_value: 9002': `port_value: ${server.port}` })
   return { envoy, seen, endpoint, leases: () => server.picker.router.stats().activeLeases }
 }
 
@@ -132,6 +132,27 @@ test('buffered bodies find their prefix', async (t) => {
   const { hits } = await play(tokenWorkload(2), '/v1/completions', () => envoy.url)
   assert.ok(hits >= 58, `${hits} of 60`)
 })
+
+test('the endpoints that the gateway allows', async (t) => {
+  const { envoy, seen, endpoint } = await echo(t, (yaml) => withSubset(yaml, 'ENDPOINT'))
+  assert.equal((await send(envoy, [Buffer.from('{}')])).status, 503)
+  assert.equal(seen.length, 0)
+  const allowing = await echo(t, (yaml, known) => withSubset(yaml, known))
+  assert.equal((await send(allowing.envoy, [Buffer.from('{}')])).status, 200)
+  assert.notEqual(allowing.endpoint, endpoint)
+})
+
+/** Envoy tells the picker which endpoints it allows. */
+function withSubset(yaml: string, endpoint: string): string {
+  const filter = `          - name: envoy.filters.http.set_metadata
+            typed_config:
+              "@type": type.googleapis.com/envoy.extensions.filters.http.set_metadata.v3.Config
+              metadata:
+              - metadata_namespace: envoy.lb.subset_hint
+                value: { x-gateway-destination-endpoint-subset: ["10.9.9.9:1", "${endpoint}"] }
+`
+  return yaml.replace('          - name: envoy.filters.http.ext_proc\n', `${filter}$&`)
+}
 
 test('known hosts: the next choice answers when the first is gone, and bears the load', async (t) => {
   const { envoy, engines, server, leases } = await gateway(t, { bootstrap: 'envoy-override-host.yaml', fallbacks: 1, speed: 1 })

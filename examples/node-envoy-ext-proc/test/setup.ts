@@ -16,6 +16,7 @@ export interface Gateway {
 
 export interface GatewayOptions {
   speed?: number
+  model?: string
   /** Envoy's configuration, and what is to be changed in it. */
   bootstrap?: string
   edit?: (yaml: string) => string
@@ -23,8 +24,8 @@ export interface GatewayOptions {
 
 /** Two engines, the endpoint picker, and Envoy before them. */
 export async function gateway(t: TestContext, options: Partial<ServerOptions> & GatewayOptions = {}): Promise<Gateway> {
-  const { speed = 4, bootstrap = 'envoy.yaml', edit = (yaml) => yaml, ...given } = options
-  const engines = await Promise.all(['w1', 'w2'].map((id) => startEngine(t, id, { speed })))
+  const { speed = 4, model = 'sim', bootstrap = 'envoy.yaml', edit = (yaml) => yaml, ...given } = options
+  const engines = await Promise.all(['w1', 'w2'].map((id) => startEngine(t, id, { speed, model })))
   const server = await picker(t, engines.map(workerOf), given)
   const yaml = edit(await configuration(bootstrap))
   const ports: Record<string, string> = { 'port_value: 9002': `port_value: ${server.port}` }

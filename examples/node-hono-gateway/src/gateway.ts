@@ -1,7 +1,7 @@
 import { Hono, type Context } from 'hono'
 import { bodyLimit } from 'hono/body-limit'
 import { Router, type Lease, type RouterOptions, type WorkerOptions } from 'kvlane'
-import { Booking, Cooldown, EngineTokenizer, selectFor } from 'kvlane/gateway'
+import { Booking, bodyOf, Cooldown, EngineTokenizer, errorBody, selectFor } from 'kvlane/gateway'
 
 import { Upstream, UpstreamError, type Answer } from './upstream.js'
 
@@ -72,7 +72,7 @@ export class Gateway {
       const bytes = new Uint8Array(await raw.arrayBuffer())
       const query = new URL(raw.url).search
       const passed = { path: path + query, method, headers: raw.headers, signal, body: bytes.length > 0 ? bytes : undefined }
-      const body = parse(bytes)
+      const body = bodyOf(bytes)
       return await this.#route(passed, body, await this.#tokenizer?.tokens(body, { signal }))
     } catch (error) {
       // Nobody is there to read it, but the framework wants an answer.
@@ -106,8 +106,7 @@ export class Gateway {
     try {
       const answer = await this.#upstream.send(`${this.#urls.get(lease.worker)}${passed.path}`, passed)
       booking.started(answer.status)
-      if (UNAVAILABLE.has(answer.status)) this.#cooldown.failed(lease.worker)
-      else this.#cooldown.answered(lease.worker)
+      this.#cooldown.answered(lease.worker, answer.status)
       if (this.#debug) debug(answer.headers, lease)
       return new Response(watched(answer, booking), { status: answer.status, headers: answer.headers })
     } catch (error) {
@@ -122,8 +121,6 @@ export class Gateway {
 
 /** Statuses after which another engine may do better. Nothing of the answer has been passed on then. */
 const AGAIN = new Set([429, 500, 502, 503, 504])
-/** Statuses that say that an engine is not there. */
-const UNAVAILABLE = new Set([502, 503, 504])
 
 /** Passes an answer on, reads its usage on the way, and ends the booking with it. */
 function watched({ body, first, eventStream }: Answer, booking: Booking): ReadableStream<Uint8Array> | null {
@@ -167,17 +164,4 @@ function debug(headers: Headers, lease: Lease): void {
 /** An answer of our own, in the shape of OpenAI's errors. */
 function refusal(status: number, code: string, message: string): Response {
   return new Response(errorBody(status, code, message), { status, headers: { 'content-type': 'application/json' } })
-}
-
-function errorBody(status: number, code: string, message: string): string {
-  return JSON.stringify({ error: { message, type: status < 500 ? 'invalid_request_error' : 'server_error', code } })
-}
-
-/** The body's JSON; nothing when there is none: the engine says what is wrong with it. */
-function parse(body: Uint8Array): unknown {
-  try {
-    return JSON.parse(new TextDecoder().decode(body))
-  } catch {
-    return undefined
-  }
 }

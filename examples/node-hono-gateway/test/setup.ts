@@ -5,8 +5,8 @@ import { startEngine, type Start } from 'kvlane-example-testing'
 import { serve, type GatewayServer, type ServerOptions } from '../src/server.js'
 
 /** The gateway before two engines. */
-export const start: Start = async (t, { speed = 4, ...options } = {}) => {
-  const engines = await Promise.all(['w1', 'w2'].map((id) => startEngine(t, id, { speed })))
+export const start: Start = async (t, { speed = 4, model = 'sim', ...options } = {}) => {
+  const engines = await Promise.all(['w1', 'w2'].map((id) => startEngine(t, id, { speed, model })))
   const workers = engines.map(({ id, url, events, replay, kvBlocks }) => ({ id, url, events, replay, kvCapacityBlocks: kvBlocks }))
   const server = await gateway(t, { workers, ...options })
   return { engines, url: `http://127.0.0.1:${server.port}`, router: server.gateway.router, stop: server.stop }

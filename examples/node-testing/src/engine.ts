@@ -22,12 +22,12 @@ export interface Engine extends Launched {
 
 /**
  * Starts an engine with 14,800 tokens of KV cache, on a port that the system chooses unless `listen` names one. `speed` 1 is
- * that of a 0.6B model; the default is four times that.
+ * that of a 0.6B model; the default is four times that. `model` is its name, which every event repeats.
  */
-export async function startEngine(t: TestContext, id: string, { speed = 4, listen = '127.0.0.1:0' } = {}): Promise<Engine> {
+export async function startEngine(t: TestContext, id: string, { speed = 4, listen = '127.0.0.1:0', model = 'sim' } = {}): Promise<Engine> {
   const kvBlocks = 926
   const args = ['engine', '--listen', listen, '--events', 'tcp://127.0.0.1:0', '--replay', 'tcp://127.0.0.1:0']
-  args.push('--kv-blocks', String(kvBlocks), '--speed', String(speed))
+  args.push('--kv-blocks', String(kvBlocks), '--speed', String(speed), '--model-name', model)
   const { found, ...launched } = await launch(t, binary(), args, (output) => {
     const [url, events, replay] = ['url', 'events', 'replay'].map((field) => output.match(new RegExp(` ${field}="([^"]+)"`))?.[1])
     return url && events && replay ? { url, events, replay } : undefined

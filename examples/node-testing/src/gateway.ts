@@ -5,7 +5,7 @@ import { createServer, request } from 'node:http'
 import { connect, type AddressInfo } from 'node:net'
 import test, { type TestContext } from 'node:test'
 
-import type { Router } from 'kvlane'
+import type { Router, RouterOptions } from 'kvlane'
 
 import type { Engine } from './engine.js'
 import { openAnswer } from './stream.js'
@@ -21,10 +21,12 @@ export interface Subject {
   stop(graceMs?: number): Promise<void>
 }
 
-/** How it is started: the speed of the engines, and whether they tokenize. */
+/** How it is started: the speed and the model of the engines, whether they tokenize, how the router is made. */
 export interface SubjectOptions {
   speed?: number
+  model?: string
   tokenize?: boolean
+  router?: RouterOptions
 }
 
 /** Starts a gateway that ends with the test. */
@@ -135,6 +137,18 @@ export function testEndings(start: Start): void {
     }
     assert.equal(leases(router), 0)
     assert.equal(router.stats().decisions, 0)
+  })
+
+  test('a client that stays and reads nothing', async (t) => {
+    // Events of 10 KB each: more than all buffers on the way hold.
+    const model = 'm'.repeat(10_000)
+    const { url, router } = await start(t, { model, router: { leaseSeconds: 1 } })
+    const answer = await openAnswer(`${url}/v1/chat/completions`, { ...LONG, model })
+    answer.response.pause()
+    assert.equal(leases(router), 1)
+    await until(() => leases(router) === 0) // its time is over
+    assert.equal(answer.response.complete, false)
+    answer.request.destroy()
   })
 
   test('many at once, half of which leave', async (t) => {
