@@ -8,7 +8,8 @@
 //!
 //! # Locks, in the order in which they may be taken
 //! `registry` (workers join and leave) → `workers` (a stripe for reading, all of them for changing) → a target's `stream`
-//! (ingest, trust) → a lease → a target's load → trees. Free slots are put back without any other lock.
+//! (ingest, trust) → a lease → a target's load → trees. Free slots, names of requests and the places of the history are
+//! locked with nothing after them.
 
 mod books;
 mod budget;

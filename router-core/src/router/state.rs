@@ -39,6 +39,8 @@ pub(super) struct Inner {
     pub(super) active: ActiveIndex,
     pub(super) workers: Striped<View>,
     pub(super) registry: Mutex<Registry>,
+    /// Apart from the registry, since a booking may end while a change of workers waits for the call that ends it.
+    pub(super) free_slots: Mutex<Vec<Slot>>,
     pub(super) leases: Leases,
     pub(super) sessions: Sessions,
     pub(super) history: History,
@@ -134,6 +136,7 @@ impl Inner {
             active: ActiveIndex::default(),
             workers: Striped::new(View::default),
             registry: Mutex::default(),
+            free_slots: Mutex::default(),
             leases: Leases::default(),
             sessions: Sessions::default(),
             history: History::default(),
@@ -170,11 +173,6 @@ impl Inner {
         let result = change(&mut load);
         load.publish(self.row(target.slot));
         result
-    }
-
-    /// Puts a slot back when nothing of its last life is left.
-    pub(super) fn free_slot(&self, slot: Slot) {
-        self.registry.lock().free_slots.push(slot);
     }
 
     pub(super) const fn placements(&self, kind: PromptKind) -> &TtlIndex {

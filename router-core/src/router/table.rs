@@ -33,7 +33,7 @@ pub(super) struct Names(Arc<[Option<WorkerRank>]>);
 /// What only joining and leaving change.
 #[derive(Debug, Default)]
 pub(super) struct Registry {
-    pub(super) free_slots: Vec<Slot>,
+    /// Slots that were given out so far; some of them are free again.
     pub(super) slots: u32,
     pub(super) lives: u64,
     workers: Arc<Workers>,
@@ -91,16 +91,21 @@ impl Registry {
     pub(super) fn workers(&self) -> &Workers {
         &self.workers
     }
-
-    pub(super) fn take_slot(&mut self) -> Slot {
-        self.free_slots.pop().unwrap_or_else(|| {
-            self.slots += 1;
-            Slot(self.slots - 1)
-        })
-    }
 }
 
 impl Inner {
+    pub(super) fn take_slot(&self, registry: &mut Registry) -> Slot {
+        self.free_slots.lock().pop().unwrap_or_else(|| {
+            registry.slots += 1;
+            Slot(registry.slots - 1)
+        })
+    }
+
+    /// Puts a slot back when nothing of its last life is left.
+    pub(super) fn free_slot(&self, slot: Slot) {
+        self.free_slots.lock().push(slot);
+    }
+
     /// Changes the registered workers. When this returns, no call that began before is still reading the former ones.
     pub(super) fn change_workers(
         &self,

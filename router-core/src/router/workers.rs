@@ -32,7 +32,7 @@ impl Router {
             )));
         }
         // A removed worker's slot counts until its last booking is released.
-        let in_use = registry.slots as usize - registry.free_slots.len();
+        let in_use = registry.slots as usize - self.inner.free_slots.lock().len();
         if in_use + spec.dp_ranks as usize > MAX_TARGETS {
             return Err(Error::invalid(format!(
                 "worker {:?} would be one too many: {MAX_TARGETS} ranks are accepted in all",
@@ -50,7 +50,7 @@ impl Router {
         };
         let spec = &worker.spec;
         for dp_rank in 0..spec.dp_ranks {
-            let slot = registry.take_slot();
+            let slot = self.inner.take_slot(&mut registry);
             self.inner.expect_blocks(slot, spec.kv_capacity_blocks);
             let id = WorkerRank {
                 worker: spec.id.clone(),
@@ -94,7 +94,7 @@ impl Router {
             self.inner.forget(target);
             self.inner.expect_blocks(target.slot, None);
             if self.inner.with_load(target, TargetLoad::retire) {
-                registry.free_slots.push(target.slot);
+                self.inner.free_slot(target.slot);
             }
         }
         Ok(())
