@@ -25,8 +25,10 @@ fmt: ## Formats the sources
 	cargo fmt --manifest-path fuzz/Cargo.toml
 	cargo fmt --manifest-path benches/Cargo.toml
 
-fuzz: ## Fuzzes every target (SECONDS=60)
+fuzz: ## Fuzzes every target (SECONDS=60), runs the models of threads one switch deeper, and the thread sanitizer
 	@scripts/fuzz.sh $(SECONDS)
+	@scripts/loom.sh 3
+	@scripts/sanitize.sh
 
 wheel: ## Builds the release wheel into target/wheels
 	@scripts/wheel.sh

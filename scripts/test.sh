@@ -55,9 +55,10 @@ step_core() {
   cargo test -p kvlane --features chat,json --test parity
 }
 
-# Every interleaving of the core's own protocols: seconds, after a build of its own.
+# What threads may do to each other, in every order of a few operations.
 step_loom() {
-  RUSTFLAGS='--cfg loom' cargo test -p kvlane --lib --target-dir "$target/loom" sync::
+  scripts/loom.sh
+  scripts/sanitize.sh
 }
 
 # Everything but the bindings in one build: the core with `zmq`, the sidecar, the scenarios and the examples.

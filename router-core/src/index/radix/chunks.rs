@@ -15,7 +15,7 @@ pub(super) type ChunkId = u32;
 /// All chunks of a tree.
 #[derive(Debug, Default)]
 pub(super) struct Chunks {
-    slabs: Vec<Option<Box<Slab>>>,
+    slabs: Vec<Option<Slab>>,
     /// Slabs that have a free chunk. The lowest is used first, so that the upper ones run empty.
     open: BTreeSet<u32>,
     /// Slabs that exist.
@@ -31,8 +31,8 @@ pub(super) struct Owner {
 
 #[derive(Debug)]
 struct Slab {
-    hashes: [[SequenceHash; CHUNK_BLOCKS]; SLAB_CHUNKS],
-    owners: [Owner; SLAB_CHUNKS],
+    hashes: Box<[[SequenceHash; CHUNK_BLOCKS]]>,
+    owners: Box<[Owner]>,
     /// A bit for each chunk in use.
     used: [u64; SLAB_CHUNKS / 64],
 }
@@ -61,7 +61,7 @@ impl Place {
 
 impl Chunks {
     pub(super) const fn bytes(&self) -> usize {
-        self.slabs.capacity() * size_of::<Option<Box<Slab>>>() + self.present * size_of::<Slab>()
+        self.slabs.capacity() * size_of::<Option<Slab>>() + self.present * SLAB_BYTES
     }
 
     /// Gives a chunk to a run.
@@ -155,15 +155,16 @@ impl Chunks {
 }
 
 impl Slab {
-    fn new() -> Box<Self> {
-        Box::new(Self {
-            hashes: [[SequenceHash(0); CHUNK_BLOCKS]; SLAB_CHUNKS],
-            owners: [Owner {
-                run: RunId::MAX,
-                position: 0,
-            }; SLAB_CHUNKS],
+    fn new() -> Self {
+        let nobody = Owner {
+            run: RunId::MAX,
+            position: 0,
+        };
+        Self {
+            hashes: vec![[SequenceHash::EMPTY; CHUNK_BLOCKS]; SLAB_CHUNKS].into(),
+            owners: vec![nobody; SLAB_CHUNKS].into(),
             used: [0; SLAB_CHUNKS / 64],
-        })
+        }
     }
 
     fn first_free(&self) -> (usize, u32) {
@@ -199,6 +200,10 @@ const CHUNK_BITS: u32 = 4;
 const SLAB_CHUNKS: usize = 1 << SLAB_BITS;
 
 const SLAB_BITS: u32 = 8;
+
+/// Memory that a slab hangs on.
+const SLAB_BYTES: usize =
+    SLAB_CHUNKS * (size_of::<[SequenceHash; CHUNK_BLOCKS]>() + size_of::<Owner>());
 
 /// Chunk numbers have 28 bits, and the last is left out so that [`Place::NONE`] is none.
 const MAX_SLABS: usize = (1 << 28) / SLAB_CHUNKS - 1;

@@ -1,9 +1,7 @@
 //! What a slot may hold and does hold, over all shards.
 
-use parking_lot::MutexGuard;
-
 use crate::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
-use crate::sync::{Mutex, STRIPES};
+use crate::sync::{Mutex, MutexGuard, STRIPES};
 
 /// Sums of one slot, read without a lock. Each shard's part is written under the shard's lock.
 #[derive(Debug)]
@@ -24,7 +22,7 @@ impl Default for Bound {
             blocks: AtomicUsize::new(0),
             stamps: AtomicU64::new(0),
             evicting: Mutex::new(()),
-            oldest: [const { AtomicU64::new(u64::MAX) }; STRIPES],
+            oldest: std::array::from_fn(|_| AtomicU64::new(u64::MAX)),
         }
     }
 }

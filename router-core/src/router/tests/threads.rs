@@ -109,7 +109,7 @@ fn no_booking_is_lost_and_every_release_gives_back_what_it_took() {
                 });
             }
         });
-        let open = open.into_inner();
+        let open = std::mem::take(&mut *open.lock());
         assert!(!open.is_empty());
         let (requests, blocks, _) = booked(&bench);
         assert_eq!(requests, open.len());
@@ -119,7 +119,7 @@ fn no_booking_is_lost_and_every_release_gives_back_what_it_took() {
         assert_eq!(booked(&bench), (0, 0, 0.0));
         assert!(bench.router.inner.active.is_empty());
     }
-    let ids = ids.into_inner();
+    let ids = std::mem::take(&mut *ids.lock());
     let distinct: HashSet<_> = ids.iter().collect();
     assert_eq!(distinct.len(), ids.len(), "a lease id was used twice");
     let stats = bench.router.stats();
