@@ -1,24 +1,29 @@
 //! The concurrent index: a radix tree of split-free runs, and one reverse map for each slot.
 //!
 //! # Structure
-//! * A *run* is a stretch of consecutive blocks. A store that continues at a run's end extends it in place, whoever holds
-//!   the front; a path that leaves a run begins a child at that offset. Runs are never split, so the [location] of a block
-//!   is fixed while the block exists, and the reverse maps of all slots stay valid.
+//! * A *run* is a stretch of consecutive blocks, kept as sequence hashes in [chunks] of 16 that never move. A store that
+//!   continues at a run's end extends it in place, whoever holds the front; a path that leaves a run begins a child at that
+//!   offset. Runs are never split, so a block has one [place][chunks::Place] for as long as it exists, and the tables of
+//!   all slots stay valid.
+//! * A sequence hash stands for the whole prefix: a run is matched by comparing its end, which lies in its header, and a
+//!   child is found by the hash of its first block, which proves all before it. Blocks are read to find where a prompt
+//!   turns off, and for nothing else.
 //! * For each run and slot one [mark] tells how many leading blocks the slot holds. What is no such prefix (holes, lower
 //!   tiers, units of several blocks) is told by a [detail] beside it, and becomes a mark again when it can.
-//! * A slot's [reverse map][slot] leads from engine keys to locations, with counts.
+//! * A slot's [table] leads from engine keys to places and counts; five integer keys fill a cache line.
 //! * The tail of a run that neither a holder nor a child needs is cut off in the same call, and an empty run leaves its
-//!   parent, so the index is as large as what is held.
+//!   parent, so the index is as large as what is held. Beyond that, [`shrink_to`](RadixIndex::shrink_to) forgets what was
+//!   used least recently.
 //!
 //! # Concurrency
-//! One lock for each slot around its reverse map and pending runs, one reader-writer lock around the tree; order slot,
-//! then tree. A store looks its keys up before it takes the tree's lock and enters them after it let go, so writers of
-//! different slots meet only for the walk and for one change of a mark per run.
+//! One lock for each slot around its table and pending runs, one reader-writer lock around the tree; order slot, then
+//! tree. A store asks for the lines of its keys first, takes the tree's lock for the walk, for looking the keys up (they
+//! arrive meanwhile) and for one change of a mark per run, and enters the keys after it let go. A clear takes the lock
+//! piece by piece. `tests/loom.rs` tries the orders in which threads may meet.
 //!
-//! [location]: node::Location
 //! [mark]: holders::Mark
 //! [detail]: detail::Detail
-//! [slot]: slot::SlotState
+//! [table]: table::KeyTable
 
 mod check;
 mod chunks;

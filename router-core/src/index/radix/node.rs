@@ -56,7 +56,7 @@ impl Location {
 /// Consecutive blocks of one path.
 ///
 /// A run is never split: a path that leaves it begins a child at whatever offset. Its blocks therefore keep their
-/// [`Place`](super::chunks::Place) for life, and the tail that nobody needs is cut off at once.
+/// [`Place`] for life, and the tail that nobody needs is cut off at once.
 #[derive(Debug)]
 pub(super) struct Run {
     /// Where the run leaves its parent.
