@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Measures kvlane's index and decision beside its peers.
 #
-#   scripts/bench.sh                           full run; rewrites benches/RESULTS.md (10 to 20 minutes)
+#   scripts/bench.sh                           full run; rewrites benches/RESULTS.md and a table of README.md (10 to 20 minutes)
 #   QUICK=1 JSON=out.json scripts/bench.sh     at smaller sizes; leaves benches/RESULTS.md alone (under 5 minutes)
 #
 # The first call also builds the peers, which takes minutes. JSON is relative to the root of the repository and defaults to
@@ -21,7 +21,7 @@ if [ "${QUICK:-0}" = 1 ]; then
   args+=(--quick)
 else
   json=${JSON:-benches/results/full.json}
-  args+=(--markdown benches/RESULTS.md)
+  args+=(--markdown benches/RESULTS.md --readme README.md)
 fi
 "$target/benches/release/bench" run --json "$json" "${args[@]}" "$@"
 say "wrote $json"

@@ -56,6 +56,9 @@ struct RunArgs {
     /// Where to write the table.
     #[arg(long)]
     markdown: Option<PathBuf>,
+    /// File with a shorter table between two markers, which is replaced.
+    #[arg(long)]
+    readme: Option<PathBuf>,
     /// Commit that is measured.
     #[arg(long, default_value = "unknown")]
     commit: String,
@@ -130,10 +133,15 @@ fn run(args: &RunArgs) -> Result<(), String> {
     report.finish(start.elapsed().as_secs_f64());
     let json = serde_json::to_string_pretty(&report).map_err(|error| error.to_string())?;
     write(&args.json, &(json + "\n"))?;
-    match &args.markdown {
-        Some(path) => write(path, &report.markdown()),
-        None => Ok(()),
+    if let Some(path) = &args.markdown {
+        write(path, &report.markdown())?;
     }
+    if let Some(path) = &args.readme {
+        let readme = std::fs::read_to_string(path)
+            .map_err(|error| format!("cannot read {}: {error}", path.display()))?;
+        write(path, &report.put_into_readme(&readme)?)?;
+    }
+    Ok(())
 }
 
 /// One process.

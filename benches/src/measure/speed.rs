@@ -199,19 +199,21 @@ fn measure_w<S: Subject>(plan: &Plan, beside_writer: Option<BesideWriter<S>>) ->
     cells
 }
 
-/// Stores into tables of the size that the workers' KV capacity asks for, where there are such; a worker of W fills its
-/// cache to 95 %.
 fn put_stores<S: Subject>(cells: &mut Cells, shape: Shape, held: u64, grown_ns: f64) {
-    let blocks = held / u64::from(shape.workers) * 20 / 19;
-    let blocks = usize::try_from(blocks).unwrap_or(usize::MAX);
-    let sized = Filled::<S>::sized(shape, blocks);
-    let store_ns = sized.map_or(grown_ns, |sized| {
-        sized.cpu.as_secs_f64() * 1e9 / float(held)
-    });
+    let store_ns = sized_store_ns::<S>(shape, held).unwrap_or(grown_ns);
     put(cells, "store_ns", store_ns);
     put(cells, "store_mblocks_per_cpu_s", 1e3 / store_ns);
     put(cells, "store_grown_ns", grown_ns);
     put(cells, "store_grown_mblocks_per_cpu_s", 1e3 / grown_ns);
+}
+
+/// Stores into tables of the size that the workers' KV capacity asks for, where there are such; the workload fills a
+/// worker's cache to 95 %.
+fn sized_store_ns<S: Subject>(shape: Shape, held: u64) -> Option<f64> {
+    let blocks = held / u64::from(shape.workers) * 20 / 19;
+    let blocks = usize::try_from(blocks).unwrap_or(usize::MAX);
+    let sized = Filled::<S>::sized(shape, blocks)?;
+    Some(sized.cpu.as_secs_f64() * 1e9 / float(held))
 }
 
 fn measure_shapes<S: Subject>(plan: &Plan, cells: &mut Cells) {
@@ -226,8 +228,10 @@ fn measure_shapes<S: Subject>(plan: &Plan, cells: &mut Cells) {
         look_up::<S>(cells, name, &mut reader, lookups, || {
             shape.prompt(rng.u32(..shape.conversations))
         });
-        let blocks = float(filled.workload.held_blocks());
-        let store_ns = filled.cpu.as_secs_f64() * 1e9 / blocks;
+        let held = filled.workload.held_blocks();
+        let grown_ns = filled.cpu.as_secs_f64() * 1e9 / float(held);
+        drop((reader, filled));
+        let store_ns = sized_store_ns::<S>(shape, held).unwrap_or(grown_ns);
         put(cells, format!("{name}_store_ns"), store_ns);
     }
 }

@@ -2,6 +2,7 @@
 
 mod goals;
 mod markdown;
+mod readme;
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -207,7 +208,7 @@ fn cells(values: &[(&str, f64)]) -> Cells {
 mod tests {
     use super::*;
 
-    fn report() -> Report {
+    pub(super) fn report() -> Report {
         let mut report = Report::new(Machine::read("rustc 1", "abc"), true, 3);
         for (ours, crtc) in [(1.0, 8.0), (3.0, 6.0), (2.0, 7.0)] {
             report.add(Name::Ours, &cells(&[("overlap_256_p50_us", ours)]));
