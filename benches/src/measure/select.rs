@@ -16,7 +16,7 @@ use crate::workload::{Event, Shape, Workload, mix};
 
 /// Conversations whose blocks the workers hold.
 const CONVERSATIONS: u32 = 1_000;
-/// Requests booked at a time by one thread, so that decisions see load.
+/// Requests booked at a time by all threads together, so that decisions see load, and the same however many threads there are.
 const IN_FLIGHT: usize = 64;
 
 /// Measures the decision at 64 and at 1,024 workers.
@@ -39,7 +39,8 @@ fn put_cells(cells: &mut Cells, name: &str, world: &World, plan: &Plan) {
     // One and four threads take turns, and beside them work that shares nothing: what a machine with other work on it gives
     // to four threads more than to one.
     for _ in 0..ROUNDS {
-        let one = world.run(1, slice);
+        let mut one = world.run(1, slice);
+        world.look_up(&mut one.latencies[4]);
         let four = world.run(4, slice);
         for (all, latencies) in latencies.iter_mut().zip(one.latencies) {
             all.append(latencies);
@@ -85,7 +86,7 @@ enum Prompts {
 }
 
 /// Turns of one and of four threads.
-const ROUNDS: u32 = 8;
+const ROUNDS: u32 = 5;
 
 #[derive(Default)]
 struct Rounds {
@@ -191,7 +192,8 @@ impl World {
                     let barrier = &barrier;
                     scope.spawn(move || {
                         barrier.wait();
-                        self.decide(prompts, seed, duration)
+                        let in_flight = IN_FLIGHT / usize::try_from(threads).unwrap_or(1);
+                        self.decide(prompts, in_flight, seed, duration)
                     })
                 })
                 .collect();
@@ -211,10 +213,20 @@ impl World {
         }
     }
 
-    fn decide(&self, prompts: Prompts, seed: u64, duration: Duration) -> Run {
+    /// Looks caches up alone.
+    fn look_up(&self, latencies: &mut Latencies) {
+        for prompt in &self.prompts {
+            let prompt = self.router.prompt(prompt, &SaltContext::default());
+            let start = Instant::now();
+            std::hint::black_box(self.router.overlap(&prompt, start));
+            latencies.add(start.elapsed());
+        }
+    }
+
+    fn decide(&self, prompts: Prompts, in_flight: usize, seed: u64, duration: Duration) -> Run {
         let mut rng = Rng::with_seed(seed);
         let mut latencies = [(); 5].map(|()| Latencies::default());
-        let mut booked: Vec<Option<RequestGuard>> = (0..IN_FLIGHT).map(|_| None).collect();
+        let mut booked: Vec<Option<RequestGuard>> = (0..in_flight).map(|_| None).collect();
         let mut tokens = Vec::new();
         let (begin, cpu) = (Instant::now(), thread_cpu());
         let mut decisions = 0_u64;
@@ -226,7 +238,7 @@ impl World {
                 let known = tokens.len() / 8 * 7;
                 tokens[known..].fill_with(|| rng.u32(..));
             }
-            let place = rng.usize(..IN_FLIGHT);
+            let place = rng.usize(..in_flight);
             let start = Instant::now();
             let prompt = self.router.prompt(&tokens, &SaltContext::default());
             let hashed = Instant::now();
@@ -248,13 +260,6 @@ impl World {
         }
         let rate = float(decisions) / begin.elapsed().as_secs_f64();
         let cpu_us = (thread_cpu() - cpu).as_secs_f64() * 1e6 / float(decisions);
-        for _ in 0..1_000 {
-            let prompt = &self.prompts[rng.usize(..self.prompts.len())];
-            let prompt = self.router.prompt(prompt, &SaltContext::default());
-            let start = Instant::now();
-            std::hint::black_box(self.router.overlap(&prompt, start));
-            latencies[4].add(start.elapsed());
-        }
         Run {
             latencies,
             rate,
