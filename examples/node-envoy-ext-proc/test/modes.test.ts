@@ -10,6 +10,23 @@ import { answerOf, play, startEnvoy, tokenWorkload, until, type Envoy } from 'kv
 
 import { configuration, gateway, picker } from './setup.js'
 
+test('more at once than Envoy takes by itself', async (t) => {
+  const COUNT = 1_100
+  const waiting: Array<() => void> = []
+  const upstream = createServer((request, response) => {
+    request.resume()
+    waiting.push(() => response.end('{}'))
+    if (waiting.length === COUNT) for (const answer of waiting) answer()
+  })
+  await new Promise<void>((resolve) => upstream.listen(0, '127.0.0.1', 2_048, resolve))
+  t.after(() => new Promise((resolve) => upstream.close(resolve).closeAllConnections()))
+  const server = await picker(t, [{ id: 'w1', endpoint: `127.0.0.1:${(upstream.address() as AddressInfo).port}` }])
+  const envoy = await startEnvoy(t, await configuration(), { 'port_value: 9002': `port_value: ${server.port}` })
+  const answers = await Promise.all(Array.from({ length: COUNT }, () => send(envoy, [Buffer.from('{}')], { agent: false })))
+  assert.deepEqual([...new Set(answers.map(({ status }) => status))], [200])
+  await until(() => server.picker.router.stats().activeLeases === 0)
+})
+
 /** An upstream that answers what it got. */
 async function echo(t: TestContext, edit: (yaml: string, endpoint: string) => string = (yaml) => yaml) {
   const seen: IncomingMessage[] = []
