@@ -32,7 +32,7 @@ function measure() {
   }
 }
 
-/** What is measured: a name, how often a round calls it, and the call, given a number that goes on. */
+/** What is measured: a name, how often a round calls it, the call, given a number that goes on or what is prepared of that. */
 function calls(router) {
   const some = Array.from({ length: 500 }, (_, number) => tokens(number % WORKERS, number % PROMPTS))
   const of = (prompts, call) => (number) => call(prompts[number % prompts.length])
@@ -62,6 +62,7 @@ function calls(router) {
     ['`select` + `release` with `requestId`, `allowed` (8) and `salt`', 1_000, of(some, (prompt) => router.select(prompt, { requestId: 'r', allowed: ['w0', 'w1', 'w2', 'w3', 'w4', 'w5', 'w6', 'w7'], salt: 's' }).release())],
     ['`select` + `release` of a chat of 15 KB', 300, of(chats, decide)],
     ['`select` + `release` of 100,000 tokens', 200, of(long, decide)],
+    ['`release` alone', 1_000, (lease) => lease.release(), (number) => router.select(some[number % some.length])],
     ['`overlap`', 2_000, of(some, (prompt) => router.overlap(prompt))],
     ['`rank`: 64 candidates with every cost term', 200, of(some, (prompt) => router.rank(prompt))],
     ['`blockHashes`', 1_000, of(some, (prompt) => blockHashes(prompt))],
@@ -69,19 +70,20 @@ function calls(router) {
       extra.ingest('w1', batches[number % batches.length], { seq: seq++ })
       if (number % batches.length === batches.length - 1) extra.clear('w1')
     }],
-  ].map(([call, count, run]) => ({ call, count, run }))
+  ].map(([call, count, run, prepare = (number) => number]) => ({ call, count, run, prepare }))
 }
 
 function rounds(measured) {
   const samples = measured.map(() => [])
   let number = 0
   for (let round = 0; round < ROUNDS + 2; round++) {
-    measured.forEach(({ count, run }, index) => {
+    measured.forEach(({ count, run, prepare }, index) => {
       globalThis.gc?.()
       const taken = new Float64Array(count)
       for (let call = 0; call < count; call++) {
+        const given = prepare(number++)
         const started = process.hrtime.bigint()
-        run(number++)
+        run(given)
         taken[call] = Number(process.hrtime.bigint() - started) / 1_000
       }
       taken.sort()
