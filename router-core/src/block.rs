@@ -16,6 +16,9 @@
 //! them on. The *sequence hash* of a prefix is the sum of a term for each of its blocks; see [`SequenceHash::child`].
 //!
 //! Text without a tokenizer uses [`TEXT_SEED`] (see [`text`](crate::text)), so the two kinds never meet.
+//!
+//! The rule is the same on every platform and in every language; `tests/parity/cases.json` of the repository has test vectors
+//! (`hashes`), of whole prompts and, in the driver of this crate, of the same prompts in pieces ([`PromptHasher`]).
 
 mod fixed;
 mod hasher;
