@@ -141,10 +141,11 @@ impl TtlIndex {
         let now = self.moment(now);
         let deadline = self.moment(deadline);
         let shard = shard_of(*first);
-        let stamp = bound.next_stamp();
         let length = local_hashes.len().min(bound.capacity());
         let placement = self.change(shard, slot, |state| {
             state.expire(slot.0, now);
+            // Drawn under the lock: within a shard, what was placed later has the later stamp.
+            let stamp = bound.next_stamp();
             let placed = state.record(slot, &local_hashes[..length], deadline, stamp);
             Placement { shard, ..placed }
         });

@@ -508,3 +508,47 @@ proptest! {
         }
     }
 }
+
+#[test]
+fn placements_of_many_threads_add_up() {
+    // Four threads on two slots, one of them bounded; prompts share prefixes, expire, are taken back and cleared.
+    let (index, t) = (TtlIndex::new(), origin());
+    index.set_capacity(Slot(1), Some(40));
+    std::thread::scope(|scope| {
+        for seed in 0..4_u64 {
+            let index = &index;
+            scope.spawn(move || {
+                let mut rng = fastrand::Rng::with_seed(seed);
+                for step in 0..3_000 {
+                    let (slot, now) = (Slot(rng.u32(0..2)), after(t, step / 10));
+                    let length = rng.usize(1..12);
+                    let blocks: Vec<u8> = (0..length).map(|_| rng.u8(0..2)).collect();
+                    let blocks = prompt(&blocks);
+                    let placement = index.record(slot, &blocks, after(now, rng.u64(1..30)), now);
+                    match rng.u8(0..40) {
+                        0..8 => index.undo(placement),
+                        8 => index.clear(slot),
+                        9 => index.expire(now),
+                        _ => {}
+                    }
+                    let mut found = Vec::new();
+                    index.overlap(&blocks, now, &mut found);
+                    assert!(found.iter().all(|&depth| depth as usize <= blocks.len()));
+                }
+            });
+        }
+    });
+    assert!(index.blocks(Slot(1)) <= 40);
+    for shard in index.shards.iter() {
+        shard.read().check();
+    }
+    let stats = index.stats();
+    let sums = [0, 1].map(|slot| index.blocks(Slot(slot)));
+    assert_eq!(stats.held_blocks, sums.iter().sum::<usize>());
+    index.expire(after(t, 1_000));
+    let stats = index.stats();
+    assert_eq!(
+        (stats.held_blocks, stats.blocks, stats.placements),
+        (0, 0, 0)
+    );
+}
