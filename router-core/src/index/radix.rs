@@ -318,6 +318,7 @@ impl RadixIndex {
             ..StoreOutcome::default()
         };
         // First of all, so that what the keys need travels while the parent is looked for.
+        state.prefetch(run.parent);
         let steps = state.steps(run.keys);
         let parent = run.parent.map(|parent| (parent, state.place(parent)));
         if let Some((parent, None)) = parent {

@@ -135,9 +135,9 @@ impl SlotState {
         }
     }
 
-    /// Asks for what taking keys reads.
-    pub(super) fn prefetch(&self, keys: &[EngineKey]) {
-        for hash in keys.iter().filter_map(int) {
+    /// Asks for what finding or taking keys reads.
+    pub(super) fn prefetch<'a>(&self, keys: impl IntoIterator<Item = &'a EngineKey>) {
+        for hash in keys.into_iter().filter_map(int) {
             self.ints.prefetch(self.ints.hash(hash));
         }
     }
