@@ -21,16 +21,18 @@ impl<T: Default> Dense<T> {
         }
     }
 
-    /// Returns the value at `index`, making its segment when it is the first of it; `None` beyond
-    /// 65,536 values.
+    /// Returns the value at `index`, making it and all before it when they are not there; `None` beyond 65,536 values.
     pub(crate) fn at(&self, index: usize) -> Option<&T> {
         let (segment, offset) = place(index);
-        let length = FIRST << segment.saturating_sub(1);
-        let values = self
-            .segments
-            .get(segment)?
-            .get_or_init(|| (0..length).map(|_| T::default()).collect());
-        values.get(offset)
+        if let Some(values) = self.segments.get(segment)?.get() {
+            return values.get(offset);
+        }
+        // Those before it too: whoever goes through the pieces must not stop short of it.
+        for (number, segment) in self.segments[..=segment].iter().enumerate() {
+            let length = FIRST << number.saturating_sub(1);
+            segment.get_or_init(|| (0..length).map(|_| T::default()).collect());
+        }
+        self.get(index)
     }
 
     /// Returns the value at `index` when its segment was made.
@@ -39,7 +41,7 @@ impl<T: Default> Dense<T> {
         self.segments.get(segment)?.get()?.get(offset)
     }
 
-    /// Returns the values in order, in pieces, up to the first segment that was not made.
+    /// Returns all values that were made, in order, in pieces.
     pub(crate) fn pieces(&self) -> impl Iterator<Item = &[T]> {
         self.segments
             .iter()
@@ -97,7 +99,7 @@ mod tests {
         assert!(dense.at(64).is_some() && dense.at(1_000).is_some());
         assert!(std::ptr::eq(first, dense.at(3).unwrap()));
         assert!(dense.at(65_536).is_none());
-        // Pieces end at the first gap: 64 and 64 values, then nothing was made for 128 to 511.
-        assert_eq!(dense.pieces().map(<[_]>::len).sum::<usize>(), 128);
+        // 1,000 lies in the fifth segment, which ends at 64 × 2^4.
+        assert_eq!(dense.pieces().map(<[_]>::len).sum::<usize>(), 1_024);
     }
 }

@@ -113,6 +113,19 @@ fn orphans_go_before_anything_that_is_credited() {
     index.assert_invariants();
 }
 
+#[test]
+fn a_slot_far_from_the_first_is_counted_and_forgotten_as_well() {
+    let index = RadixIndex::new(LIMITS);
+    let far = Slot(1_000);
+    store(&index, far, &path(1, 64), 0);
+    assert_eq!(store(&index, far, &path(2, 64), 1).orphaned, 63);
+    assert_eq!(index.stats().orphans, 63);
+    index.assert_invariants();
+    index.shrink_to(0);
+    assert!(index.stats().is_empty(), "{:?}", index.stats());
+    index.assert_invariants();
+}
+
 proptest! {
     #[test]
     fn what_is_left_is_never_more_than_what_is_held(
