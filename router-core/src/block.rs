@@ -343,7 +343,8 @@ pub struct BlockHashes {
 
 /// Hashes the complete blocks of a prompt.
 ///
-/// Cost: about 4 ns a block of 16 tokens for the local hash and 2 ns for the sequence hash, without media. Media items are looked at for each block they may touch.
+/// Cost: about 4 ns a block of 16 tokens for the local hash and 2 ns for the sequence hash, without media. Media items are
+/// looked at for each block they may touch.
 ///
 /// # Examples
 /// ```

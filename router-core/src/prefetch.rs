@@ -2,8 +2,12 @@
 //!
 //! A store looks up as many keys as it has blocks, each in another cache line that is seldom near. Plain loads would do, if
 //! the lock that follows them did not wait for every one: with prefetches the lines travel while the parent's place is
-//! found in the tree. Measured on a full W: a quarter of the time of a store, and half of that of a removal.
-#![allow(unsafe_code)]
+//! found in the tree. Measured on the whole workload W of `benches`: a quarter of the time of a store, and half of that of a
+//! removal.
+#![allow(
+    unsafe_code,
+    reason = "the instruction is unsafe to call; elsewhere there is none, so an expectation would fail"
+)]
 
 /// Brings the beginning of a value near, if the processor has nothing better to do. Does nothing on processors for which
 /// the standard library has no stable way to say so.

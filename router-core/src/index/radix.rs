@@ -81,7 +81,7 @@ use crate::sync::{Dense, Mutex, RwLock};
 ///     blocks_per_key: 1,
 ///     tier: Tier::Device,
 /// };
-/// # #[allow(clippy::disallowed_methods)]
+/// # #[expect(clippy::disallowed_methods, reason = "a caller has a clock")]
 /// index.store(Slot(3), &run, Instant::now());
 ///
 /// let prompt = block_hashes(&[1, 2, 3, 4, 9, 9, 9, 9], size, &SaltContext::default());
@@ -175,8 +175,8 @@ impl RadixIndex {
         (0..=u16::MAX).take(places)
     }
 
-    /// Applies a store in two steps: change the tree, looking the keys up on the way, and enter the keys. Tells what became of each key
-    /// and adds the pending runs that now have a parent to `ready`.
+    /// Applies a store in two steps: change the tree, looking the keys up on the way, and enter the keys. Tells what became of
+    /// each key and adds the pending runs that now have a parent to `ready`.
     fn apply(
         &self,
         slot: u16,

@@ -6,7 +6,7 @@ use crate::ids::{Role, Slot};
 use crate::index::{Overlap, Overlaps};
 use crate::load::Load;
 use crate::load::active::Shared;
-use crate::load::row::{Row, flag, share};
+use crate::load::row::{Row, WHOLE, flag, share};
 
 use super::cost::{CostBreakdown, CostInputs, CostWeights, cost};
 use super::pick::cheapest;
@@ -353,7 +353,7 @@ fn number(count: u32) -> f64 {
 #[inline]
 fn share_of(fidelity: u32) -> f64 {
     // A power of two, so that this equals the division.
-    const UNIT: f64 = 1.0 / (1u32 << 30) as f64;
+    const UNIT: f64 = 1.0 / WHOLE as f64;
     number(fidelity) * UNIT
 }
 

@@ -3,8 +3,8 @@
 //! # A decision takes no lock that all decisions take
 //! What a decision reads of every target lies in dense rows of atomics; the workers, under a read lock of the thread's own
 //! stripe. What it writes is the chosen target's load, its prompt's trees of active and of placed blocks, and its place in the
-//! history; each of these has a lock of its own, held for that step alone. So decisions that run at the same time may price the same loads, and
-//! those that follow each other see all bookings before them.
+//! history; each of these has a lock of its own, held for that step alone. So decisions that run at the same time may price
+//! the same loads, and those that follow each other see all bookings before them.
 //!
 //! # Locks, in the order in which they may be taken
 //! `registry` (workers join and leave) → `workers` (a stripe for reading, all of them for changing) → a target's `stream`

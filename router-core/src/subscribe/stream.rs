@@ -435,7 +435,7 @@ fn count_bad(counters: &mut Counters, bad: BadFrame) {
     }
 }
 
-/// Numbers the monitors of all contexts, so that no two share an address.
+/// Numbers the monitors of all contexts, so that no two share an address. Any order will do: nothing for a model checker.
 static MONITORS: AtomicU64 = AtomicU64::new(0);
 
 /// Messages read and batches applied for one stream before the others have their turn. Replays are read faster than they

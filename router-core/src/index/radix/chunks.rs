@@ -201,7 +201,7 @@ const SLAB_CHUNKS: usize = 1 << SLAB_BITS;
 
 const SLAB_BITS: u32 = 8;
 
-/// Memory that a slab hangs on.
+/// Memory that hangs on a slab.
 const SLAB_BYTES: usize =
     SLAB_CHUNKS * (size_of::<[SequenceHash; CHUNK_BLOCKS]>() + size_of::<Owner>());
 

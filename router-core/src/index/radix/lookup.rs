@@ -47,8 +47,9 @@ impl Tree {
     /// Answers for every slot.
     ///
     /// The array of depths (unbroken leading blocks, counting units of one block) is the set of slots still in the race: at
-    /// each run, a holder whose depth equals the blocks before the run advances by what it holds of the matched part. Slots that hold units of several blocks are looked
-    /// at again at the end, since a unit counts by its last block, which may lie in a later run.
+    /// each run, a holder whose depth equals the blocks before the run advances by what it holds of the matched part. Slots
+    /// that hold units of several blocks are looked at again at the end, since a unit counts by its last block, which may lie
+    /// in a later run.
     pub(super) fn overlap(&self, query: &[LocalBlockHash], overlaps: &mut Overlaps) {
         overlaps.reset(self.slots());
         let Overlaps {
