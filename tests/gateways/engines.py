@@ -63,6 +63,10 @@ class Engine:
         with urllib.request.urlopen(request, timeout=10) as answer:
             return json.load(answer)["tokens"]
 
+    def reset(self) -> None:
+        """Empties the cache, without an event when there are none."""
+        urllib.request.urlopen(urllib.request.Request(self.url + "/reset_prefix_cache", b""), timeout=10).close()
+
     def running(self) -> int:
         """Requests in the engine, by its own metrics."""
         with urllib.request.urlopen(self.url + "/metrics", timeout=10) as answer:
@@ -131,6 +135,15 @@ def wait_until(what: str, check: Callable[[], object], seconds: float = 10):
 def active(router) -> int:
     """Bookings that a router counts, after those whose time is over were let go."""
     return sum(worker.active_requests for worker in router.workers())
+
+
+LONG = workload(9)[0].text
+
+
+def fidelity(router) -> float:
+    """How far the predictions for the one worker are believed: 1 until an engine reports otherwise."""
+    (worker,) = router.workers()
+    return worker.trust[0].fidelity
 
 
 def chat_body(text: str, **options) -> dict:

@@ -10,7 +10,7 @@ import threading
 
 import httpx
 import pytest
-from engines import KV_BLOCKS, MODEL, REPEATS, active, chat_body, engines, is_hit, wait_until, workload
+from engines import KV_BLOCKS, LONG, MODEL, REPEATS, active, chat_body, engines, fidelity, is_hit, wait_until, workload
 from fastapi import FastAPI
 from serving import served
 
@@ -169,6 +169,17 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
+
+
+@pytest.mark.parametrize("options", [{}, {"stream": True, "stream_options": {"include_usage": True}}])
+def test_what_the_engine_reports_is_heard(options):
+    with engines(1, events=False) as (engine,):
+        gateway = Gateway({"e0": engine.url})
+        with served(gateway) as url:
+            for _ in range(4):
+                assert httpx.post(url + CHAT, json=chat_body(LONG, **options)).status_code == 200
+                engine.reset()  # so that the next prediction is wrong
+            assert fidelity(gateway.router) < 0.9
 
 
 def test_an_engine_that_is_not_there_is_passed_by():

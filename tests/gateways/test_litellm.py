@@ -6,7 +6,7 @@ import random
 
 import litellm
 import pytest
-from engines import MODEL, REPEATS, Engine, active, engines, is_hit, wait_until, workload
+from engines import LONG, MODEL, REPEATS, Engine, active, engines, fidelity, is_hit, wait_until, workload
 
 from kvlane.litellm import KvRouting
 
@@ -139,6 +139,23 @@ def test_a_stream_that_is_read_ends_its_booking(routing, slow):
         async for _ in await chat(story.router, "two", max_tokens=5, stream=True):
             assert story.active == 1
         await story.ended()
+
+    LOOP.run(main())
+
+
+@pytest.mark.parametrize("options", [{}, {"stream": True, "stream_options": {"include_usage": True}}])
+def test_what_the_engine_reports_is_heard(routing, options):
+    async def main():
+        with engines(1, events=False) as (engine,):
+            story = Story(routing, engine)
+            for _ in range(4):
+                answer = await chat(story.router, LONG, **options)
+                if options:
+                    async for _ in answer:
+                        pass
+                await story.ended()
+                engine.reset()  # so that the next prediction is wrong
+            assert fidelity(story.kv.router) < 0.9
 
     LOOP.run(main())
 

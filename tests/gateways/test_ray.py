@@ -6,7 +6,7 @@ import random
 import pytest
 import ray
 import ray_app
-from engines import KV_BLOCKS, REPEATS, active, engines, is_hit, wait_until, workload
+from engines import KV_BLOCKS, LONG, REPEATS, active, engines, fidelity, is_hit, wait_until, workload
 from ray import serve
 from ray.serve.config import RequestRouterConfig
 
@@ -140,6 +140,20 @@ def test_every_ending_ends_the_booking():
             one.result(timeout_s=30)
         wait_until("all end", ended)
         assert shares[0] >= 4, shares
+
+
+def test_what_the_engine_reports_is_heard():
+    with engines(1, events=False) as (engine,):
+        for options in ({}, {"stream_options": {"include_usage": True}}):
+            deployed = Deployed([engine], router=KV)
+            for _ in range(4):
+                if options:
+                    list(deployed.stream(LONG, **options))
+                else:
+                    deployed.chat(LONG).result(timeout_s=30)
+                wait_until("it ends", lambda: active(deployed.kv) == 0)
+                engine.reset()  # so that the next prediction is wrong
+            assert fidelity(deployed.kv) < 0.9, options
 
 
 def test_an_abandoned_stream_runs_out():

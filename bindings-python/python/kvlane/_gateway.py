@@ -1,5 +1,6 @@
 """What the gateway modules share: settings of workers, the prompt of a body, and what an engine reports of it."""
 
+import json
 import logging
 from collections.abc import Awaitable, Callable, Container, Mapping, Sequence
 from inspect import isawaitable
@@ -134,6 +135,14 @@ def usage_of(answer: Any) -> Usage:
         _count(details, "cached_tokens"),
         _count(usage, "completion_tokens", "output_tokens"),
     )
+
+
+def usage_in(text: str | bytes) -> Usage:
+    """Reads the usage of an answer, or of an event of a stream, as its JSON text."""
+    try:
+        return usage_of(json.loads(text))
+    except (ValueError, RecursionError):
+        return Usage()
 
 
 _USUAL_ANSWER_TOKENS = 256

@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any, Required, TypeAlias
 from urllib.parse import quote
 
-from ._gateway import Tokenize, Usage, WorkerOptions, log, prompt_of, select, usage_of
+from ._gateway import Tokenize, Usage, WorkerOptions, log, prompt_of, select, usage_in
 from ._native import Lease, Router
 
 try:
@@ -253,14 +253,14 @@ class _Reading:
     @property
     def usage(self) -> Usage:
         if self._is_json and not self.is_stream:
-            return _usage_in(self._kept)
+            return usage_in(self._kept)
         return self._usage
 
     def _line(self, line: bytes) -> None:
         if line.startswith(b"data:"):
             self._events += 1
             if b'"usage"' in line:
-                found = _usage_in(line[len(b"data:") :])
+                found = usage_in(line[len(b"data:") :])
                 if found != Usage():
                     self._usage = found
 
@@ -279,13 +279,6 @@ _REST_SECONDS = 2.0
 
 _MAX_KEPT_BYTES = 8 << 20
 """The largest answer, or line of a stream, whose usage is looked for."""
-
-
-def _usage_in(text: bytes) -> Usage:
-    try:
-        return usage_of(json.loads(text))
-    except (ValueError, RecursionError):
-        return Usage()
 
 
 class _ClientLeft(Exception):

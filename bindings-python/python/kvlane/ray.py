@@ -24,7 +24,7 @@ from concurrent.futures import Future
 from pkgutil import resolve_name
 from typing import Any, cast
 
-from ._gateway import Fleet, Tokenize, Usage, WorkerOptions, log, prompt_of, select, usage_of
+from ._gateway import Fleet, Tokenize, Usage, WorkerOptions, log, prompt_of, select, usage_in, usage_of
 from ._native import Error, Lease, Router
 
 try:
@@ -54,7 +54,7 @@ class KvRequestRouter(RequestRouter):
 
     Settings are `request_router_kwargs`: `config` of the router, `tokenize` (the name of a function, "module:function", of
     the request), and `lease_seconds`. A booking ends when Serve tells that the request is over: answered, failed or cancelled. What the engine
-    reported is read from answers that are returned whole; the chunks of a stream go past this class.
+    reported is read from the answer, or from the chunks of a stream: objects, or text of events.
     """
 
     def initialize_state(
@@ -148,7 +148,9 @@ class KvRequestRouter(RequestRouter):
             if booking.lease.worker != worker:
                 booking.lease.release(ok=False, dispatched=False)
                 booking.lease = self.kv.book(None, worker, **booking.prompt, ttl=self._lease_seconds)
-            if not pending_request.metadata.is_streaming:
+            if pending_request.metadata.is_streaming:
+                _watch(result, booking)
+            else:
                 booking.await_answer(result.to_object_ref())
         except Exception as error:  # in Serve's routing loop
             log.warning("a request on replica %s is not accounted for: %r", worker, error)
@@ -161,7 +163,7 @@ class KvRequestRouter(RequestRouter):
             return
         del self._bookings[internal_request_id]
         if booking.answer is None:
-            booking.lease.release()
+            booking.end()
 
 
 class _Booking:
@@ -173,6 +175,8 @@ class _Booking:
         self.ref: Any = None
         self.answer: Any = None
         self.booked_at = time.monotonic()
+        self._chunks = 0
+        self._usage = Usage()
 
     def await_answer(self, ref: Any) -> None:
         self.ref, self.answer = ref, ref.future()
@@ -181,7 +185,72 @@ class _Booking:
     def _end(self, answer: Future[Any]) -> None:
         ok = not answer.cancelled() and answer.exception() is None
         usage = usage_of(answer.result()) if ok else Usage()
+        self._release(usage, ok)
+
+    def chunk(self, chunk: Any) -> None:
+        """Takes note of a piece of a stream: text or bytes of events, or an object."""
+        self._chunks += 1
+        if self._chunks == 1:
+            self.lease.prefill_done()
+        self.lease.output_tokens(self._chunks)
+        if isinstance(chunk, str | bytes):
+            marked = '"usage"' if isinstance(chunk, str) else b'"usage"'
+            if marked in chunk:  # type: ignore[operator]
+                for line in chunk.splitlines():
+                    self._note(usage_in(line.removeprefix("data:" if isinstance(line, str) else b"data:")))  # type: ignore[arg-type]
+        else:
+            self._note(usage_of(chunk))
+
+    def _note(self, usage: Usage) -> None:
+        if usage != Usage():
+            self._usage = usage
+
+    def end(self) -> None:
+        """Ends it as well as it went, with what the stream told."""
+        self._release(self._usage, ok=True)
+
+    def _release(self, usage: Usage, ok: bool) -> None:
         self.lease.release(usage.cached_tokens, ok, prompt_tokens=usage.prompt_tokens)
+
+
+def _watch(result: Any, booking: _Booking) -> None:
+    """Has the chunks of a stream seen on their way to the caller, which Serve tells nobody of."""
+    kind = type(result)
+    if kind not in _WATCHED:
+        _WATCHED[kind] = _watching(kind)
+    try:
+        result.__class__ = _WATCHED[kind]
+    except TypeError as error:  # a class that Serve made otherwise: said once
+        _WATCHED[kind] = kind
+        log.warning("the streams of this Ray Serve are not seen: %s", error)
+    result._kvlane = booking
+
+
+_WATCHED: dict[type, type] = {}
+
+
+def _watching(kind: Any) -> type:
+    """Makes a class that objects of `kind` can become: it adds nothing to what they hold."""
+
+    def next_(self: Any) -> Any:
+        try:
+            chunk = kind.__next__(self)
+        except StopIteration:
+            self._kvlane.end()
+            raise
+        self._kvlane.chunk(chunk)
+        return chunk
+
+    async def anext_(self: Any) -> Any:
+        try:
+            chunk = await kind.__anext__(self)
+        except StopAsyncIteration:
+            self._kvlane.end()
+            raise
+        self._kvlane.chunk(chunk)
+        return chunk
+
+    return type(f"Watched{kind.__name__}", (kind,), {"__slots__": (), "__next__": next_, "__anext__": anext_})
 
 
 _KEY = "kvlane"
