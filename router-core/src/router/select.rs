@@ -19,7 +19,7 @@ use crate::trust::TrustState;
 
 use super::Router;
 use super::history::History;
-use super::lease::{Lease, RequestGuard};
+use super::lease::{Lease, Outcome, RequestGuard};
 use super::request::{Candidate, Decision, DecisionRecord, Seen, SelectRequest};
 use super::scratch::{Scratch, with_scratch};
 use super::state::{Inner, Target};
@@ -158,7 +158,11 @@ impl Router {
             self.commit(&view, request, chosen, scratch, true, now)
         });
         match (booked, request.request_id) {
-            ((_, Some(_)), Some(id)) => Err(booked_already(id)),
+            ((guard, Some(_)), Some(id)) => {
+                // Another call booked it meanwhile.
+                guard.release(&Outcome::not_dispatched(), now);
+                Err(booked_already(id))
+            }
             ((guard, _), _) => Ok(guard),
         }
     }

@@ -41,6 +41,27 @@ fn retries_that_race_a_removal_do_not_wait_for_each_other() {
     assert!(bench.router.stats().active_leases <= 2);
 }
 
+#[test]
+fn of_calls_that_book_one_request_id_at_once_one_wins() {
+    let bench = Bench::new(&["w1"], |config| config.prediction_ttl_seconds = 2.0);
+    for round in 0..200 {
+        let id = format!("request-{round}");
+        let prompt = bench.prompt(&t(10 * round, 8));
+        let mut request = SelectRequest::new(&prompt);
+        request.request_id = Some(&id);
+        let won: Vec<RequestGuard> = thread::scope(|scope| {
+            let book = || bench.router.book("w1", None, &request, bench.start).ok();
+            let calls: Vec<_> = (0..3).map(|_| scope.spawn(book)).collect();
+            let calls = calls.into_iter();
+            calls.filter_map(|call| call.join().unwrap()).collect()
+        });
+        assert_eq!(won.len(), 1);
+        assert_eq!(bench.router.lease_of(&id), Some(won[0].id()));
+        assert_eq!(booked(&bench).0, 1);
+    }
+    assert!(bench.router.inner.active.is_empty());
+}
+
 /// A prompt of a few that share prefixes, some of them below a block.
 fn some_prompt(bench: &Bench, rng: &mut Rng) -> Prompt {
     let shared = t(0, rng.u32(0..24));
