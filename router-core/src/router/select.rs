@@ -198,37 +198,13 @@ impl Router {
         let Chosen { target, number, .. } = chosen;
         let id = LeaseId(number);
         let decision = Arc::new(inner.explain(view, request, chosen));
-        let own = own_blocks(request, inner.config.block_size.tokens());
-        let prefill = decision.cost.uncached_prefill_blocks;
-        let booked = inner.with_load(target, |load| {
-            let prompt = request.prompt.local();
-            let (booked, gained) = inner.active.book(prompt, target.slot, id, own, prefill);
-            load.book(gained, prefill);
-            booked
-        });
+        let request_id: Option<Arc<str>> = request.request_id.map(Arc::from);
+        let mut lease = inner.book_on(target, id, request, &decision, now);
+        lease.request_id.clone_from(&request_id);
+        inner.leases.insert(id, lease);
         if let Some(session) = request.session {
             inner.sessions.note(session, target, now);
         }
-        let ttl = request.ttl.unwrap_or_else(|| inner.config.lease());
-        let request_id: Option<Arc<str>> = request.request_id.map(Arc::from);
-        let lease = Lease {
-            target: Arc::clone(target),
-            booked,
-            kind: request.prompt.kind(),
-            prompt_tokens: request.prompt.tokens(),
-            request_blocks: decision.request_blocks,
-            expected_output_tokens: request.expected_output_tokens.unwrap_or(0),
-            output_blocks: 0,
-            predicted_tokens: decision.predicted_cached_tokens,
-            confirmed_tokens: inner.cached_tokens(request, decision.overlap.blocks()),
-            ttl,
-            deadline: now + ttl,
-            held: true,
-            in_prefill: true,
-            placement: inner.note_placement(target, request, &decision, now),
-            request_id: request_id.clone(),
-        };
-        inner.leases.insert(id, lease);
         let mut earlier = None;
         if let Some(request_id) = &request_id {
             earlier = inner.leases.name(request_id, id, or_keep);
@@ -295,6 +271,43 @@ impl Inner {
         let fullness = |at| self.fullness(columns.slot(at), request);
         let Scratch { costs, equals, .. } = scratch;
         columns.slot(pick(costs, lowest, fullness, temperature, equals, &mut rng))
+    }
+
+    /// Adds a request to the load of a target, and notes where its prompt went.
+    fn book_on(
+        &self,
+        target: &Arc<Target>,
+        id: LeaseId,
+        request: &SelectRequest<'_>,
+        decision: &Decision,
+        now: Instant,
+    ) -> Lease {
+        let own = own_blocks(request, self.config.block_size.tokens());
+        let prefill = decision.cost.uncached_prefill_blocks;
+        let booked = self.with_load(target, |load| {
+            let prompt = request.prompt.local();
+            let (booked, gained) = self.active.book(prompt, target.slot, id, own, prefill);
+            load.book(gained, prefill);
+            booked
+        });
+        let ttl = request.ttl.unwrap_or_else(|| self.config.lease());
+        Lease {
+            target: Arc::clone(target),
+            booked,
+            kind: request.prompt.kind(),
+            prompt_tokens: request.prompt.tokens(),
+            request_blocks: decision.request_blocks,
+            expected_output_tokens: request.expected_output_tokens.unwrap_or(0),
+            output_blocks: 0,
+            predicted_tokens: decision.predicted_cached_tokens,
+            confirmed_tokens: self.cached_tokens(request, decision.overlap.blocks()),
+            ttl,
+            deadline: now + ttl,
+            held: true,
+            in_prefill: true,
+            placement: self.note_placement(target, request, decision, now),
+            request_id: None,
+        }
     }
 
     /// Says what was decided and from what.
