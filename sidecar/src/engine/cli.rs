@@ -1,11 +1,12 @@
 //! `kvlane engine`: the simulated engine as a process.
 
 use std::net::SocketAddr;
+use std::time::Duration;
 
 use clap::{Args, ValueEnum};
 use kvlane::{Result, Role};
 
-use super::{Engine, EngineConfig, EventConfig};
+use super::{Engine, EngineConfig, EventConfig, TransferConfig};
 
 /// Flags of `kvlane engine`: a simulated vLLM with finite KV, KV events, metrics and vLLM's HTTP fields.
 #[derive(Args, Clone, Debug)]
@@ -34,6 +35,16 @@ pub struct EngineArgs {
     /// What the engine says it is for
     #[arg(long, value_enum, default_value_t = RoleArg::Both)]
     pub role: RoleArg,
+    /// Address that other engines fetch KV from [default: a free port beside --listen in the roles prefill and decode; none
+    /// in the role both]
+    #[arg(long, value_name = "ADDR")]
+    pub kv_transfer: Option<SocketAddr>,
+    /// Milliseconds for which a prefill is held that nobody fetches
+    #[arg(long, value_name = "N", default_value_t = 30_000)]
+    pub kv_lease_ms: u64,
+    /// Bytes that stand for one token's KV
+    #[arg(long, value_name = "N", default_value_t = 64)]
+    pub kv_bytes_per_token: u32,
     /// Prompt tokens computed per second (the default is that of a 0.6B model)
     #[arg(long, value_name = "N", default_value_t = EngineConfig::default().prefill_tokens_per_second)]
     pub prefill_tokens_per_second: f64,
@@ -84,7 +95,15 @@ impl EngineArgs {
             silent: self.no_events,
             ..EventConfig::new(endpoint)
         });
+        let beside = SocketAddr::new(self.listen.ip(), 0);
+        let connects = self.role != RoleArg::Both;
+        let transfer = self.kv_transfer.or_else(|| connects.then_some(beside));
         EngineConfig {
+            transfer: transfer.map(|listen| TransferConfig {
+                lease: Duration::from_millis(self.kv_lease_ms),
+                kv_bytes_per_token: self.kv_bytes_per_token,
+                ..TransferConfig::new(listen)
+            }),
             listen: self.listen,
             model_name: self.model_name.clone(),
             events,

@@ -4,6 +4,8 @@ use std::net::SocketAddr;
 
 use kvlane::{Error, ErrorKind, Result, Role};
 
+use super::transfer::TransferConfig;
+
 /// Everything that one simulated engine is made of.
 ///
 /// Times are those of the engine at `speed` 1. The defaults of `prefill_tokens_per_second` and `prefill_overhead_ms`
@@ -30,6 +32,8 @@ pub struct EngineConfig {
     pub max_num_batched_tokens: usize,
     /// What the engine says it is for; it serves every request all the same (default both).
     pub role: Role,
+    /// Its part in handoffs; `None` is an engine without a KV connector (default).
+    pub transfer: Option<TransferConfig>,
     /// Prompt tokens computed per second (default 22,646, see above).
     pub prefill_tokens_per_second: f64,
     /// Fixed time of a step that computes prompt tokens (default 13.76 ms, see above).
@@ -100,6 +104,7 @@ impl Default for EngineConfig {
             max_num_seqs: 256,
             max_num_batched_tokens: 8192,
             role: Role::Both,
+            transfer: None,
             prefill_tokens_per_second: 22_646.0,
             prefill_overhead_ms: 13.76,
             decode_ms: 5.0,
@@ -161,12 +166,31 @@ impl EngineConfig {
         if let Some(events) = &self.events {
             events.validate()?;
         }
+        if let Some(transfer) = &self.transfer {
+            transfer.validate(self.block_size)?;
+        }
         let capacity = self.kv_capacity_tokens();
         let max_model_len = self
             .max_model_len
             .map_or_else(|| capacity.min(1 << 24), u64::from);
         in_range("max_model_len", max_model_len, 1, capacity)?;
         Ok(usize::try_from(max_model_len).unwrap_or(usize::MAX))
+    }
+}
+
+impl TransferConfig {
+    fn validate(&self, block_size: u32) -> Result<()> {
+        let lease = self.lease.as_millis();
+        in_range(
+            "transfer.lease (milliseconds)",
+            u64::try_from(lease).unwrap_or(u64::MAX),
+            1,
+            86_400_000,
+        )?;
+        // A block is one frame.
+        let most = (64 << 20) / u64::from(block_size);
+        let bytes = u64::from(self.kv_bytes_per_token);
+        in_range("transfer.kv_bytes_per_token", bytes, 1, most)
     }
 }
 

@@ -18,6 +18,7 @@ mod scheduler;
 mod sequence;
 mod stats;
 mod tokenizer;
+mod transfer;
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -33,6 +34,7 @@ use tokio_util::task::TaskTracker;
 pub use self::cli::{EngineArgs, RoleArg, run};
 pub use self::config::{EngineConfig, EventConfig, EventFaults, ReplayLayout};
 pub use self::stats::EngineStats;
+pub use self::transfer::{Refusal, TransferConfig, TransferStats};
 
 use self::http::{Server, Service};
 use self::kv::BlockPool;
@@ -41,6 +43,7 @@ use self::runner::{Inbox, Runner};
 use self::scheduler::{Limits, Scheduler};
 use self::sequence::BlockHasher;
 use self::tokenizer::Tokenizer;
+use self::transfer::{Connector, Ledger};
 
 /// The simulated engine; [`start`](Self::start) is the way in.
 #[derive(Clone, Copy, Debug)]
@@ -91,7 +94,17 @@ impl Engine {
             limits,
         );
         let inbox = Arc::new(Inbox::default());
-        let runner = Runner::new(inbox.clone(), scheduler, publisher, &config);
+        let (cancel, tasks) = (CancellationToken::new(), TaskTracker::new());
+        let connector = match &config.transfer {
+            Some(transfer) => {
+                let block_size = config.block_size as usize;
+                let inbox = inbox.clone();
+                Some(Connector::start(transfer, block_size, inbox, &cancel, &tasks).await?)
+            }
+            None => None,
+        };
+        let ledger = connector.as_ref().map(|connector| connector.ledger.clone());
+        let runner = Runner::new(inbox.clone(), scheduler, publisher, ledger.clone(), &config);
         let thread = std::thread::Builder::new()
             .name("kvlane-engine".to_owned())
             .spawn(move || runner.run())
@@ -104,14 +117,15 @@ impl Engine {
             tokenizer,
             inbox.clone(),
             events.as_ref().map(|(bound, _)| bound),
+            connector,
         );
-        let (cancel, tasks) = (CancellationToken::new(), TaskTracker::new());
         let address = server.address();
         tasks.spawn(server.serve(Arc::new(service), cancel.clone(), tasks.clone()));
         Ok(EngineHandle {
             address,
             model_name: config.model_name,
             events,
+            ledger,
             inbox,
             thread: Some(thread),
             cancel,
@@ -126,6 +140,7 @@ pub struct EngineHandle {
     address: SocketAddr,
     model_name: String,
     events: Option<(BoundEvents, Arc<PublisherCounters>)>,
+    ledger: Option<Arc<Ledger>>,
     inbox: Arc<Inbox>,
     thread: Option<JoinHandle<()>>,
     cancel: CancellationToken,
@@ -169,6 +184,13 @@ impl EngineHandle {
     #[must_use]
     pub fn stats(&self) -> EngineStats {
         self.inbox.stats()
+    }
+
+    /// Returns the numbers of handoffs; all are 0 without a connector.
+    #[must_use]
+    pub fn transfers(&self) -> TransferStats {
+        let ledger = self.ledger.as_ref();
+        ledger.map_or_else(TransferStats::default, |ledger| ledger.stats())
     }
 
     /// Returns how many event batches were numbered so far.
@@ -235,6 +257,7 @@ fn service(
     tokenizer: Tokenizer,
     inbox: Arc<Inbox>,
     bound: Option<&BoundEvents>,
+    connector: Option<Connector>,
 ) -> Service {
     let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
     let sources = match (&config.events, bound) {
@@ -256,6 +279,7 @@ fn service(
         kv_blocks: config.kv_blocks,
         role: config.role,
         event_sources: sources,
+        connector,
         born: now.unwrap_or_default().as_secs_f64(),
     }
 }

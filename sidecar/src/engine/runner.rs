@@ -19,6 +19,7 @@ use super::publisher::Publisher;
 use super::scheduler::{Scheduler, Step};
 use super::sequence::{Delivery, NewSequence};
 use super::stats::EngineStats;
+use super::transfer::Ledger;
 
 /// What the step loop shares with the HTTP side.
 #[derive(Debug, Default)]
@@ -42,6 +43,8 @@ struct InboxState {
 enum Command {
     Add(Vec<NewSequence>),
     Reset(oneshot::Sender<bool>),
+    /// Give back what was held for another engine.
+    Free(Arc<str>),
 }
 
 impl Inbox {
@@ -68,6 +71,12 @@ impl Inbox {
         drop(state);
         self.changed.notify_one();
         receiver
+    }
+
+    /// Gives back what was held for another engine under a name.
+    pub(super) fn free(&self, name: Arc<str>) {
+        self.state.lock().commands.push_back(Command::Free(name));
+        self.changed.notify_one();
     }
 
     /// Makes the step loop end at once.
@@ -116,6 +125,7 @@ pub(super) struct Runner {
     inbox: Arc<Inbox>,
     scheduler: Scheduler,
     publisher: Option<Publisher>,
+    ledger: Option<Arc<Ledger>>,
     block_size: u32,
     costs: StepCosts,
     last_ts: f64,
@@ -127,6 +137,7 @@ impl Runner {
         inbox: Arc<Inbox>,
         scheduler: Scheduler,
         publisher: Option<Publisher>,
+        ledger: Option<Arc<Ledger>>,
         config: &EngineConfig,
     ) -> Self {
         inbox.update(&scheduler);
@@ -134,6 +145,7 @@ impl Runner {
             inbox,
             scheduler,
             publisher,
+            ledger,
             block_size: config.block_size,
             costs: StepCosts::new(config),
             last_ts: 0.0,
@@ -158,17 +170,34 @@ impl Runner {
             if self.scheduler.has_work() {
                 let mut step = self.scheduler.schedule();
                 self.publish(std::mem::take(&mut step.events));
-                let deadline = pace.advance(self.costs.duration(&step), Instant::now());
+                let now = Instant::now();
+                // All room may be held for other engines; then nothing runs until some is given back.
+                let deadline = if step.is_empty() {
+                    Some(now + WAIT_FOR_ROOM)
+                } else {
+                    pace.advance(self.costs.duration(&step), now)
+                };
                 self.inbox.update(&self.scheduler);
                 if deadline.is_some_and(|deadline| !self.inbox.sleep_until(deadline)) {
                     return;
                 }
-                let deliveries = self.scheduler.complete();
+                let completed = self.scheduler.complete();
+                self.hold(&completed.held);
                 // Counted before it is handed out: whoever has the answer finds it in the numbers.
                 self.inbox.update(&self.scheduler);
-                deliveries.into_iter().for_each(Delivery::send);
+                completed.deliveries.into_iter().for_each(Delivery::send);
             } else {
                 self.inbox.update(&self.scheduler);
+            }
+        }
+    }
+
+    /// Enters what is held now, before anybody is told of it.
+    fn hold(&mut self, names: &[Arc<str>]) {
+        for name in names {
+            let ledger = self.ledger.as_ref();
+            if !ledger.is_some_and(|ledger| ledger.hold(name, self.scheduler.held(name))) {
+                self.scheduler.free(name);
             }
         }
     }
@@ -178,6 +207,7 @@ impl Runner {
             Command::Add(sequences) => sequences
                 .into_iter()
                 .for_each(|sequence| self.scheduler.add(sequence)),
+            Command::Free(name) => self.scheduler.free(&name),
             Command::Reset(done) => {
                 let reset = self.scheduler.reset_cache();
                 if !reset {
@@ -266,6 +296,9 @@ const SHORTEST_SLEEP: Duration = Duration::from_micros(50);
 
 /// A delay beyond this is not made good: it would shorten the steps of whoever comes next.
 const MAX_DEBT: Duration = Duration::from_millis(2);
+
+/// How often a queue without room is looked at.
+const WAIT_FOR_ROOM: Duration = Duration::from_millis(1);
 
 /// Prompts that may wait; each holds its tokens in memory.
 const MAX_WAITING: usize = 65_536;

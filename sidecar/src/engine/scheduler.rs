@@ -4,8 +4,11 @@
 //! A running request that finds no free block takes them from the request that began last, which starts over later.
 
 use std::collections::VecDeque;
+use std::sync::Arc;
 
-use super::kv::{BlockPool, CacheEvent};
+use hashbrown::HashMap;
+
+use super::kv::{BlockId, BlockPool, CacheEvent};
 use super::sequence::{BlockHasher, Delivery, NewSequence, Sequence};
 use super::tokenizer::Tokenizer;
 
@@ -40,6 +43,22 @@ pub(super) struct Step {
     pub(super) events: Vec<CacheEvent>,
 }
 
+impl Step {
+    /// Tells whether it computes nothing.
+    pub(super) const fn is_empty(&self) -> bool {
+        self.prefill_tokens == 0 && self.decodes == 0
+    }
+}
+
+/// What a finished step brings.
+#[derive(Debug)]
+pub(super) struct Completed {
+    /// Tokens to hand out.
+    pub(super) deliveries: Vec<Delivery>,
+    /// Names under which blocks are held now.
+    pub(super) held: Vec<Arc<str>>,
+}
+
 /// The queue, the running batch and the KV pool of one engine.
 #[derive(Debug)]
 pub(super) struct Scheduler {
@@ -50,6 +69,8 @@ pub(super) struct Scheduler {
     limits: Limits,
     waiting: VecDeque<Sequence>,
     running: Vec<Sequence>,
+    /// Blocks that stay in use for another engine.
+    held: HashMap<Arc<str>, Vec<BlockId>>,
     totals: Totals,
 }
 
@@ -70,6 +91,7 @@ impl Scheduler {
             limits,
             waiting: VecDeque::new(),
             running: Vec::new(),
+            held: HashMap::new(),
             totals: Totals::default(),
         }
     }
@@ -113,16 +135,17 @@ impl Scheduler {
     }
 
     /// Finishes the step: every sequence that is computed to its end gets its next token.
-    pub(super) fn complete(&mut self) -> Vec<Delivery> {
+    pub(super) fn complete(&mut self) -> Completed {
         let Self {
             pool,
             hasher,
             tokenizer,
             seed,
+            held,
             totals,
             ..
         } = self;
-        let mut deliveries = Vec::new();
+        let (mut deliveries, mut new_held) = (Vec::new(), Vec::new());
         self.running.retain_mut(|sequence| {
             let scheduled = std::mem::take(&mut sequence.scheduled);
             sequence.computed += scheduled;
@@ -134,12 +157,34 @@ impl Scheduler {
             deliveries.push(delivery);
             totals.generated_tokens += 1;
             if finished {
-                pool.release(&sequence.blocks);
+                let blocks = std::mem::take(&mut sequence.blocks);
+                match sequence.handed_over_as() {
+                    Some(name) => {
+                        held.insert(Arc::clone(name), blocks);
+                        new_held.push(Arc::clone(name));
+                    }
+                    None => pool.release(&blocks),
+                }
                 totals.finished_requests += 1;
             }
             !finished
         });
-        deliveries
+        Completed {
+            deliveries,
+            held: new_held,
+        }
+    }
+
+    /// Returns the blocks that are held under a name.
+    pub(super) fn held(&self, name: &str) -> &[BlockId] {
+        self.held.get(name).map_or(&[], Vec::as_slice)
+    }
+
+    /// Gives back what was held for another engine.
+    pub(super) fn free(&mut self, name: &str) {
+        if let Some(blocks) = self.held.remove(name) {
+            self.pool.release(&blocks);
+        }
     }
 
     /// Forgets all cached content when no request runs; tells whether it did.
@@ -210,10 +255,11 @@ impl Scheduler {
                 return;
             }
             self.pool.touch(&hits);
-            sequence.computed = hits.len() * block_size;
+            let held = hits.len() * block_size;
+            sequence.computed = sequence.ready_tokens(held);
             sequence.filled = hits.len();
             sequence.blocks = hits;
-            self.count_lookup(&mut sequence);
+            self.count_lookup(&mut sequence, held);
             let tokens = (sequence.len() - sequence.computed).min(*budget);
             let taken = take_blocks(&mut self.pool, &mut sequence, tokens, block_size);
             debug_assert!(taken, "room for the whole prompt was checked");
@@ -224,12 +270,12 @@ impl Scheduler {
     }
 
     /// Counts a prompt once, however often it is preempted.
-    fn count_lookup(&mut self, sequence: &mut Sequence) {
+    fn count_lookup(&mut self, sequence: &mut Sequence, held: usize) {
         if sequence.cached_tokens.is_none() {
             sequence.cached_tokens = Some(sequence.computed);
             self.totals.prompt_tokens += sequence.len() as u64;
             self.totals.prefix_queries += sequence.len() as u64;
-            self.totals.prefix_hits += sequence.computed as u64;
+            self.totals.prefix_hits += held as u64;
         }
     }
 }

@@ -1,5 +1,7 @@
 //! One prompt on its way through the engine, and the chain of hashes over its blocks.
 
+use std::sync::Arc;
+
 use tokio::sync::mpsc::UnboundedSender;
 use xxhash_rust::xxh3::{Xxh3, xxh3_64_with_seed};
 
@@ -17,8 +19,21 @@ pub(super) struct NewSequence {
     /// At least 1.
     pub(super) max_tokens: usize,
     pub(super) salt: Option<String>,
+    pub(super) handoff: Handoff,
     /// Where tokens go; when its receiver is gone the sequence is aborted.
     pub(super) output: UnboundedSender<Output>,
+}
+
+/// A prompt's part in a handoff.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(super) enum Handoff {
+    /// None.
+    #[default]
+    Whole,
+    /// Its blocks stay in use under this name when it is done.
+    HandOver(Arc<str>),
+    /// Its KV has been fetched: all that is left to compute is the output of its last token.
+    Fetched,
 }
 
 /// One generated token.
@@ -131,6 +146,26 @@ impl Sequence {
     /// Tells whether all that remains is one generated token at a time.
     pub(super) const fn decodes(&self) -> bool {
         self.computed >= self.prompt_tokens && self.computed + 1 == self.tokens.len()
+    }
+
+    /// Returns how many leading tokens need not be computed where `held` are in the cache.
+    pub(super) fn ready_tokens(&mut self, held: usize) -> usize {
+        match std::mem::take(&mut self.new.handoff) {
+            // Once: what a preemption takes away is computed anew.
+            Handoff::Fetched => self.prompt_tokens - 1,
+            other => {
+                self.new.handoff = other;
+                held
+            }
+        }
+    }
+
+    /// Returns the name under which the blocks are to be held.
+    pub(super) const fn handed_over_as(&self) -> Option<&Arc<str>> {
+        match &self.new.handoff {
+            Handoff::HandOver(name) => Some(name),
+            Handoff::Whole | Handoff::Fetched => None,
+        }
     }
 
     /// Tells whether nobody waits for the answer any more.

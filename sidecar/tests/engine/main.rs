@@ -8,6 +8,7 @@
 mod client;
 mod events;
 mod http;
+mod transfer;
 
 use kvlane_sidecar::engine::{Engine, EngineConfig, EngineHandle};
 

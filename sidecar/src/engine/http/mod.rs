@@ -4,6 +4,7 @@ mod answer;
 mod error;
 mod request;
 mod routes;
+mod transfer;
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -20,6 +21,7 @@ use tokio_util::task::TaskTracker;
 use super::config::EngineConfig;
 use super::runner::Inbox;
 use super::tokenizer::Tokenizer;
+use super::transfer::Connector;
 
 /// What every request needs.
 #[derive(Debug)]
@@ -33,6 +35,8 @@ pub(super) struct Service {
     pub(super) role: Role,
     /// Body of `/kv_event_sources`.
     pub(super) event_sources: serde_json::Value,
+    /// Its part in handoffs.
+    pub(super) connector: Option<Connector>,
     /// Start of the engine, Unix seconds.
     pub(super) born: f64,
 }

@@ -8,7 +8,9 @@ use serde_json::value::RawValue;
 
 use super::Service;
 use super::error::ApiError;
+use super::transfer;
 use crate::engine::tokenizer::ChatMessage;
+use crate::engine::transfer::Asked;
 
 /// Fields that both generating endpoints share.
 #[derive(Debug, Deserialize)]
@@ -95,6 +97,7 @@ pub(super) struct Job {
     pub(super) stream: bool,
     pub(super) include_usage: bool,
     pub(super) continuous_usage: bool,
+    pub(super) asked: Asked,
 }
 
 /// Reads a body, or says where it is wrong.
@@ -132,12 +135,8 @@ impl Sampling {
             let message = "Stream options can only be defined when `stream=True`.";
             return Err(ApiError::bad_request(message, Some("stream_options")));
         }
-        if self
-            .kv_transfer_params
-            .is_some_and(|params| !params.is_null())
-        {
-            tracing::warn!("kv_transfer_params ignored: this engine has no KV connector");
-        }
+        let whole = !stream && prompts.len() * samples == 1;
+        let asked = transfer::read(self.kv_transfer_params.as_ref(), service, whole)?;
         let options = self.stream_options.unwrap_or_default();
         let include_usage = options.include_usage.unwrap_or(false);
         Ok(Job {
@@ -146,6 +145,7 @@ impl Sampling {
             max_tokens,
             salt,
             stream,
+            asked,
             include_usage,
             continuous_usage: include_usage && options.continuous_usage_stats.unwrap_or(false),
         })

@@ -16,6 +16,7 @@ use super::Service;
 use super::answer::{Answer, EngineStopped, EventStream, ResponseBody, Shape};
 use super::error::ApiError;
 use super::request::{self, ChatBody, CompletionBody, Job, Prompt, Sampling};
+use super::transfer;
 use crate::engine::sequence::NewSequence;
 use crate::engine::stats;
 
@@ -88,7 +89,7 @@ async fn inspect(service: &Service, path: &str, body: &[u8]) -> Result<Reply, Ap
                 service.block_size,
                 service.kv_blocks,
                 service.born,
-            );
+            ) + &transfer::metrics(service);
             reply(
                 StatusCode::OK,
                 "text/plain; version=0.0.4; charset=utf-8",
@@ -150,13 +151,12 @@ async fn generate(
     } else {
         "cmpl"
     };
-    let answer = Answer::new(
-        service.clone(),
-        shape,
-        format!("{prefix}-{id}"),
-        unix_seconds(),
-        &job,
-    );
+    let id = format!("{prefix}-{id}");
+    let handoff = match transfer::prepare(&service, &id, &job).await {
+        Ok(handoff) => handoff,
+        Err(error) => return Ok(refusal(&error)),
+    };
+    let answer = Answer::new(service.clone(), shape, id, unix_seconds(), &job);
     let (output, outputs) = unbounded_channel();
     let mut sequences = Vec::with_capacity(job.prompts.len() * job.samples);
     for prompt in std::mem::take(&mut job.prompts) {
@@ -167,6 +167,7 @@ async fn generate(
                 prompt: prompt.clone(),
                 max_tokens: job.max_tokens,
                 salt: job.salt.clone(),
+                handoff: handoff.part(),
                 output: output.clone(),
             });
         }
@@ -189,7 +190,8 @@ async fn generate(
         );
         return Ok(response);
     }
-    let whole = answer.whole(outputs).await.ok_or(EngineStopped)?;
+    let mut whole = answer.whole(outputs).await.ok_or(EngineStopped)?;
+    handoff.fill(&service, &mut whole);
     Ok(json_reply(StatusCode::OK, &whole))
 }
 

@@ -3,7 +3,7 @@
 use tokio::sync::mpsc::{UnboundedReceiver, unbounded_channel};
 
 use super::*;
-use crate::engine::sequence::Output;
+use crate::engine::sequence::{Handoff, Output};
 
 const BLOCK: usize = 4;
 
@@ -38,6 +38,7 @@ fn add(
         prompt: prompt.into_iter().collect(),
         max_tokens,
         salt: None,
+        handoff: Handoff::Whole,
         output,
     });
     receiver
@@ -54,7 +55,7 @@ fn run(scheduler: &mut Scheduler) -> Vec<Step> {
 }
 
 fn complete(scheduler: &mut Scheduler) {
-    for delivery in scheduler.complete() {
+    for delivery in scheduler.complete().deliveries {
         delivery.send();
     }
 }
@@ -242,6 +243,7 @@ fn salts_and_seeds_keep_hashes_apart() {
             prompt: (0..9).collect(),
             max_tokens: 1,
             salt: salt.map(str::to_owned),
+            handoff: Handoff::Whole,
             output,
         });
         match scheduler.schedule().events.remove(0) {

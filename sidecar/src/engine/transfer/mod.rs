@@ -1,0 +1,193 @@
+//! Handing a prompt's KV cache from one simulated engine to another, in the request and reply fields of vLLM's NIXL
+//! connector.
+//!
+//! A prefill leg's blocks stay in use until they are fetched or their lease ends. A decode leg fetches them from the
+//! engine that its parameters name. Where a real engine answers with text from somebody else's cache, this one refuses
+//! and counts: parameters that were used, that expired, that nobody gave out, or that belong to another prompt.
+//!
+//! Bytes really move between processes, checksummed block by block. They are no model's: each block's are drawn from a
+//! digest of its tokens and its prefix, so that the fetching engine knows what must arrive.
+
+mod content;
+mod ledger;
+mod parameters;
+mod tcp;
+
+use std::fmt;
+use std::future::Future;
+use std::net::SocketAddr;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::time::Duration;
+
+use kvlane::{Error, ErrorKind, Result};
+use serde_json::Value;
+use tokio::net::TcpListener;
+use tokio_util::sync::CancellationToken;
+use tokio_util::task::TaskTracker;
+
+use super::runner::Inbox;
+
+pub use self::ledger::TransferStats;
+
+pub(super) use self::content::Content;
+pub(super) use self::ledger::{Ledger, Preparing};
+pub(super) use self::parameters::{Asked, Source};
+use self::tcp::Tcp;
+
+/// How an engine takes part in handoffs.
+#[derive(Clone, Debug, PartialEq)]
+pub struct TransferConfig {
+    /// Listener that other engines fetch from; port 0 lets the system choose.
+    pub listen: SocketAddr,
+    /// For how long blocks are held that nobody fetches (default 30 s, vLLM's `kv_lease_duration`).
+    pub lease: Duration,
+    /// Bytes that stand for one token's KV (default 64; a 0.6B model has 114,688). More moves more.
+    pub kv_bytes_per_token: u32,
+}
+
+impl TransferConfig {
+    /// Returns the defaults for a listener.
+    #[must_use]
+    pub const fn new(listen: SocketAddr) -> Self {
+        Self {
+            listen,
+            lease: Duration::from_secs(30),
+            kv_bytes_per_token: 64,
+        }
+    }
+}
+
+/// Why a fetch was refused or failed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Refusal {
+    /// Parameters lack what is needed to fetch.
+    Incomplete,
+    /// They were used before.
+    Used,
+    /// Their lease has ended.
+    Expired,
+    /// The engine never gave them out.
+    Unknown,
+    /// They belong to another prompt.
+    Foreign,
+    /// Another engine, or another life of it, is where they point to.
+    OtherEngine,
+    /// Nobody answers there, or the connection broke.
+    Unreachable,
+    /// Bytes arrived damaged.
+    Damaged,
+}
+
+impl Refusal {
+    /// Every reason.
+    pub const ALL: [Self; 8] = [
+        Self::Incomplete,
+        Self::Used,
+        Self::Expired,
+        Self::Unknown,
+        Self::Foreign,
+        Self::OtherEngine,
+        Self::Unreachable,
+        Self::Damaged,
+    ];
+
+    /// Returns the name used in metrics and on the wire.
+    #[must_use]
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            Self::Incomplete => "incomplete",
+            Self::Used => "used",
+            Self::Expired => "expired",
+            Self::Unknown => "unknown",
+            Self::Foreign => "foreign",
+            Self::OtherEngine => "other_engine",
+            Self::Unreachable => "unreachable",
+            Self::Damaged => "damaged",
+        }
+    }
+}
+
+impl fmt::Display for Refusal {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.as_str())
+    }
+}
+
+/// Moves a prompt's blocks here; frees them at the source once all have arrived.
+trait Transport: fmt::Debug + Send + Sync {
+    /// Fetches what `source` names, which must be the KV of `content`.
+    fn fetch<'a>(&'a self, source: &'a Source, content: &'a Content) -> Fetching<'a>;
+}
+
+type Fetching<'a> = Pin<Box<dyn Future<Output = std::result::Result<(), Refusal>> + Send + 'a>>;
+
+/// An engine's side of handoffs.
+#[derive(Debug)]
+pub(super) struct Connector {
+    pub(super) ledger: Arc<Ledger>,
+    transport: Box<dyn Transport>,
+    address: SocketAddr,
+    block_size: usize,
+}
+
+impl Connector {
+    /// Binds the listener and starts to serve fetches and to end leases.
+    pub(super) async fn start(
+        config: &TransferConfig,
+        block_size: usize,
+        inbox: Arc<Inbox>,
+        cancel: &CancellationToken,
+        tasks: &TaskTracker,
+    ) -> Result<Self> {
+        let failed = |error: std::io::Error| {
+            let message = format!(
+                "cannot listen for fetches on {}; a free address such as 127.0.0.1:5600 is accepted",
+                config.listen
+            );
+            Error::new(ErrorKind::Config, message).with_source(error)
+        };
+        let listener = TcpListener::bind(config.listen).await.map_err(failed)?;
+        let address = listener.local_addr().map_err(failed)?;
+        let ledger = Arc::new(Ledger::new(config.lease, inbox));
+        let bytes = config.kv_bytes_per_token as usize;
+        tasks.spawn(tcp::serve(
+            listener,
+            Arc::clone(&ledger),
+            bytes,
+            cancel.clone(),
+            tasks.clone(),
+        ));
+        tasks.spawn(Arc::clone(&ledger).end_leases(cancel.clone()));
+        Ok(Self {
+            ledger,
+            transport: Box::new(Tcp::new(bytes)),
+            address,
+            block_size,
+        })
+    }
+
+    /// Describes the KV of a prompt.
+    pub(super) fn content(&self, prompt: &[u32], salt: Option<&str>) -> Content {
+        Content::of(prompt, salt, self.block_size)
+    }
+
+    /// Fetches the KV of a prompt.
+    pub(super) async fn fetch(
+        &self,
+        source: &Source,
+        content: &Content,
+    ) -> std::result::Result<(), Refusal> {
+        let fetched = self.transport.fetch(source, content).await;
+        self.ledger.count_fetch(fetched);
+        fetched
+    }
+
+    /// Returns the reply's fields for what is held under `name`; null when nothing is.
+    pub(super) fn parameters(&self, name: &str, cached_tokens: usize) -> Value {
+        let held = self.ledger.describe(name);
+        held.map_or(Value::Null, |held| {
+            parameters::filled(&held, self.ledger.engine_id(), self.address, cached_tokens)
+        })
+    }
+}
