@@ -178,6 +178,7 @@ fn jobs(is_quick: bool, rounds: u32) -> Vec<Job> {
             let is_main = matches!(subject, Name::Ours | Name::Crtc | Name::Chain);
             if is_main || round == 0 {
                 push(Part::Speed, subject);
+                push(Part::SizedStores, subject);
                 push(Part::Select, subject);
             }
             if round < 3 || subject == Name::Ours {

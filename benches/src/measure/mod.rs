@@ -21,6 +21,8 @@ pub type Cells = Map<String, Value>;
 pub enum Part {
     /// Lookups, stores, removals and clears.
     Speed,
+    /// Stores into tables sized by the KV capacity.
+    SizedStores,
     /// Live heap; needs the counting binary.
     Heap,
     /// Answers against the reference model.
@@ -39,6 +41,7 @@ impl Part {
     pub const fn as_str(self) -> &'static str {
         match self {
             Self::Speed => "speed",
+            Self::SizedStores => "sized-stores",
             Self::Heap => "heap",
             Self::Probes => "probes",
             Self::Approximate => "approximate",
@@ -62,7 +65,7 @@ impl Part {
             Self::Approximate | Self::ApproximateHeap => {
                 matches!(subject, Name::Ours | Name::Crtc)
             }
-            Self::Select => matches!(subject, Name::Ours),
+            Self::SizedStores | Self::Select => matches!(subject, Name::Ours),
         }
     }
 }
@@ -137,6 +140,7 @@ pub fn measure(part: Part, subject: Name, is_quick: bool) -> Result<Cells, Strin
     match subject {
         Name::Ours => Ok(match part {
             Part::Speed => speed::measure_shared::<Ours>(&plan),
+            Part::SizedStores => speed::measure_sized::<Ours>(&plan),
             Part::Heap => heap::measure::<Ours>(&plan),
             Part::Probes => probes::measure::<Ours>(&plan),
             Part::Approximate => approximate::ours(&plan),
@@ -153,7 +157,7 @@ pub fn measure(part: Part, subject: Name, is_quick: bool) -> Result<Cells, Strin
             Part::Probes => probes::measure::<Crtc>(&plan),
             Part::Approximate => approximate::crtc(&plan),
             Part::ApproximateHeap => approximate::crtc_heap(&plan),
-            Part::Speed | Part::Select => speed::measure_shared::<Crtc>(&plan),
+            Part::Speed | Part::SizedStores | Part::Select => speed::measure_shared::<Crtc>(&plan),
         }),
         #[cfg(feature = "peers")]
         Name::Chain => Ok(match part {

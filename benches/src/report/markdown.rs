@@ -88,17 +88,17 @@ const WRITES: [Row; 12] = [
     ),
     (
         "overlap_1024_workers_store_ns",
-        "store, 1,024 workers, CPU ns a block",
+        "store, 1,024 workers, sized where that is taken, CPU ns a block",
         Low,
     ),
     (
         "overlap_hot_prefix_store_ns",
-        "store under a hot prefix, CPU ns a block",
+        "store under a hot prefix, sized likewise, CPU ns a block",
         Low,
     ),
     (
         "overlap_8192_blocks_store_ns",
-        "store, 8,192 blocks, CPU ns a block",
+        "store, 8,192 blocks, sized likewise, CPU ns a block",
         Low,
     ),
     (

@@ -25,6 +25,8 @@ pub type Answer = BTreeMap<u32, u32>;
 pub trait Subject {
     /// Its name in results.
     const NAME: Name;
+    /// Whether [`expect`](Self::expect) means something to it.
+    const IS_SIZED: bool = false;
     /// An event in its own types.
     type Event: Send;
     /// A prompt in its own types, used up by a lookup where the interface takes it by value.
@@ -49,10 +51,8 @@ pub trait Subject {
     /// Converts a prompt.
     fn prompt(locals: &[u64]) -> Self::Prompt;
 
-    /// Tells how many blocks each worker can hold, telling whether that changes anything.
-    fn expect(&self, _workers: u32, _blocks: usize) -> bool {
-        false
-    }
+    /// Takes note of how many blocks each worker can hold.
+    fn expect(&self, _workers: u32, _blocks: usize) {}
 
     /// Does the maintenance that its owner would do by a timer.
     fn maintain(&self) {}

@@ -51,6 +51,7 @@ impl Flavour for NaiveIndex {
 
 impl<I: Flavour> Subject for Prefix<I> {
     const NAME: Name = I::NAME;
+    const IS_SIZED: bool = matches!(I::NAME, Name::Ours);
     type Event = PrefixEvent;
     type Prompt = Vec<LocalBlockHash>;
     type Writer = PrefixWriter<I>;
@@ -105,11 +106,10 @@ impl<I: Flavour> Subject for Prefix<I> {
         locals.iter().copied().map(LocalBlockHash).collect()
     }
 
-    fn expect(&self, workers: u32, blocks: usize) -> bool {
+    fn expect(&self, workers: u32, blocks: usize) {
         for worker in 0..workers {
             self.index.expect_keys(Slot(worker), blocks);
         }
-        I::NAME == Name::Ours
     }
 }
 
