@@ -2,7 +2,7 @@
 
 const native = require('./native.js')
 const { Lease } = require('./lib/lease.js')
-const { compact } = require('./lib/prompt.js')
+const { compact, split } = require('./lib/prompt.js')
 const { candidatesOf, overlapsOf } = require('./lib/targets.js')
 
 /** How often readiness is looked at. A stream connects in tens of milliseconds. */
@@ -27,11 +27,11 @@ class Router extends native.Router {
   }
 
   rank(prompt, options) {
-    return candidatesOf(super.rank(compact(prompt), options))
+    return candidatesOf(super.rank(compact(prompt), ...(split(options) ?? [options])))
   }
 
   select(prompt, options) {
-    const worker = super.select(compact(prompt), options)
+    const worker = super.select(compact(prompt), ...(split(options) ?? [options]))
     return worker === null ? null : new Lease(this, worker, this.#facts)
   }
 

@@ -37,6 +37,7 @@ function calls(router) {
   const some = Array.from({ length: 500 }, (_, number) => tokens(number % WORKERS, number % PROMPTS))
   const of = (prompts, call) => (number) => call(prompts[number % prompts.length])
   const decide = (prompt) => router.select(prompt).release()
+  const names = router.workers().map(({ id }) => id)
   const report = (prompt) => {
     const lease = router.select(prompt)
     // As a true engine would: one that found less would be believed less, and its prompts would go elsewhere.
@@ -60,6 +61,7 @@ function calls(router) {
     ['`select` + `release`, `BigInt64Array`', 1_000, of(some.map((prompt) => BigInt64Array.from(prompt, BigInt)), decide)],
     ['`select` + `release`, `number[]`', 100, of(some.slice(0, 50).map((prompt) => [...prompt]), decide)],
     ['`select` + `release` with `requestId`, `allowed` (8) and `salt`', 1_000, of(some, (prompt) => router.select(prompt, { requestId: 'r', allowed: ['w0', 'w1', 'w2', 'w3', 'w4', 'w5', 'w6', 'w7'], salt: 's' }).release())],
+    ['`select` + `release` with `allowed` (64)', 1_000, of(some, (prompt) => router.select(prompt, { allowed: names }).release())],
     ['`select` + `release` of a chat of 15 KB', 300, of(chats, decide)],
     ['`select` + `release` of 100,000 tokens', 200, of(long, decide)],
     ['`release` alone', 1_000, (lease) => lease.release(), (number) => router.select(some[number % some.length])],

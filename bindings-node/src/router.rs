@@ -312,28 +312,38 @@ impl Router {
     }
 
     /// Returns every eligible target, cheapest first. Nothing is booked.
-    #[napi(ts_return_type = "Array<Candidate>")]
+    #[napi(
+        ts_args_type = "prompt: Prompt, options?: SelectOptions",
+        ts_return_type = "Array<Candidate>"
+    )]
     pub fn rank(
         &self,
         env: &Env,
-        #[napi(ts_arg_type = "Prompt")] prompt: GivenPrompt<'_>,
-        #[napi(ts_arg_type = "SelectOptions")] options: Option<Options<'_>>,
+        prompt: GivenPrompt<'_>,
+        options: Option<Options<'_>>,
+        // The names of `allowed` with NULs between them, when lib/prompt.js has joined them.
+        joined: Option<String>,
     ) -> Result<Table> {
-        let request = self.request(&prompt, options)?;
+        let request = self.request(&prompt, options, joined.as_deref())?;
         let now = self.core.clock.now(env)?;
         let ranked = self.open()?.rank(&request.borrow(), now);
         Ok(candidates(&ranked.map_err(to_js)?))
     }
 
     /// Chooses a target and books the request on it. `null` when no worker is eligible.
-    #[napi(ts_return_type = "Lease | null")]
+    #[napi(
+        ts_args_type = "prompt: Prompt, options?: SelectOptions",
+        ts_return_type = "Lease | null"
+    )]
     pub fn select(
         &self,
         env: &Env,
-        #[napi(ts_arg_type = "Prompt")] prompt: GivenPrompt<'_>,
-        #[napi(ts_arg_type = "SelectOptions")] options: Option<Options<'_>>,
+        prompt: GivenPrompt<'_>,
+        options: Option<Options<'_>>,
+        // The names of `allowed` with NULs between them, when lib/prompt.js has joined them.
+        joined: Option<String>,
     ) -> Result<Option<String>> {
-        let request = self.request(&prompt, options)?;
+        let request = self.request(&prompt, options, joined.as_deref())?;
         let now = self.core.clock.now(env)?;
         let guard = self.open()?.select(&request.borrow(), now);
         let guard = guard.map_err(to_js)?;
@@ -352,7 +362,7 @@ impl Router {
     ) -> Result<String> {
         let request_id: String = need(request_id, "requestId")?;
         let worker: String = need(worker, "worker")?;
-        let mut request = self.request(&prompt, options)?;
+        let mut request = self.request(&prompt, options, None)?;
         request.options.request_id = Some(request_id);
         let dp_rank = request.options.dp_rank;
         let now = self.core.clock.now(env)?;
@@ -464,17 +474,23 @@ impl Router {
         Content::read(given)?.prompt(self.core.router.config().block_size, salt)
     }
 
-    fn request(&self, prompt: &GivenPrompt<'_>, options: Option<Options<'_>>) -> Result<Request> {
+    fn request(
+        &self,
+        prompt: &GivenPrompt<'_>,
+        options: Option<Options<'_>>,
+        joined: Option<&str>,
+    ) -> Result<Request> {
         let mut options: SelectOptions = maybe(options, "options")?.unwrap_or_default();
         let salt = Salt::new(
             options.lora.take(),
             options.salt.take(),
             options.media.take(),
         );
-        let allowed = options.allowed.take().map(|ids| {
-            // A name that no worker can have allows nobody.
-            ids.iter().filter_map(|id| WorkerId::new(id).ok()).collect()
-        });
+        let given = options.allowed.take();
+        let allowed = match joined {
+            Some(names) => Some(worker_ids(names.split('\0'))),
+            None => given.map(|names| worker_ids(names.iter().map(String::as_str))),
+        };
         Ok(Request {
             prompt: self.prompt(prompt, &salt)?,
             allowed,
@@ -511,6 +527,11 @@ impl Request {
         request.overrides = self.overrides;
         request
     }
+}
+
+/// A name that no worker can have allows nobody.
+fn worker_ids<'a>(names: impl Iterator<Item = &'a str>) -> Vec<WorkerId> {
+    names.filter_map(|name| WorkerId::new(name).ok()).collect()
 }
 
 fn worker_spec(id: &str, options: WorkerOptions) -> Result<WorkerSpec> {

@@ -208,6 +208,16 @@ test('a lease explains itself while it lives, and among the last decisions', () 
   assert.equal(live.explain().length, explained.length)
 })
 
+test('only what is allowed is chosen, however it is given', () => {
+  const { router: kv } = router()
+  assert.equal(kv.select(TOKENS, { allowed: ['w2'] }).worker, 'w2')
+  assert.deepEqual(kv.rank(TOKENS, { allowed: ['w2', 'w9'] }).map(({ worker }) => worker), ['w2'])
+  for (const allowed of [[], ['w9'], [''], ['w1\0w2'], ['w1\0'], ['w1'.repeat(200)]]) assert.equal(kv.select(TOKENS, { allowed }), null, `${allowed}`)
+  for (const allowed of [['w1', 7], [undefined], 'w1', [['w1']]]) assert.throws(() => kv.select(TOKENS, { allowed }), { code: 'invalid_request', message: /allowed/ })
+  assert.equal(kv.select(TOKENS, { allowed: null, requestId: 'r' }).worker.length, 2)
+  assert.throws(() => kv.select(TOKENS, { allowed: ['w1'], alowed: [] }), { code: 'invalid_request', message: /alowed/ })
+})
+
 test('trust tells since when', () => {
   const before = Date.now() / 1_000
   const kv = new Router()

@@ -1,6 +1,8 @@
 // Compiled with `tsc --strict`, as a module; use.cts is the same for `require`. Not run.
 import { Router, blockHashes, type Candidate, type ErrorCode, type KvlaneError, type Lease, type Prompt } from '../../index.mjs'
 
+import { Booking, Cooldown, EngineTokenizer, UsageReader, bodyOf, errorBody, promptOf, selectFor, type Usage } from '../../gateway.mjs'
+
 const router = new Router({ blockSize: 16, index: 'events', seed: 7n, clock: () => 0 })
 router.addWorker('w1')
 router.addWorker('w2', { dpRanks: 2, role: 'prefill', kvCapacityBlocks: 926, labels: { zone: 'a' } })
@@ -51,3 +53,15 @@ router.select([1], { lorra: 'a' })
 router.addWorker('w4', { role: 'both-ways' })
 // @ts-expect-error floats are no tokens
 router.overlap(new Float32Array(4))
+
+const parsed: unknown = bodyOf(new Uint8Array())
+const tokens: Uint32Array | undefined = await new EngineTokenizer(['http://127.0.0.1:8000'], { timeoutMs: 100 }).tokens(parsed, { signal: AbortSignal.timeout(1) })
+const placed: Lease | null = selectFor(router, parsed, { tokens, allowed: new Cooldown({ seconds: 1 }).allowed(['w1']), requestId: 'r' })
+if (placed) {
+  const booking = new Booking(placed)
+  booking.started(200)
+  booking.push(new Uint8Array())
+  const usage: Usage | undefined = booking.usage ?? new UsageReader().usage
+  booking.complete()
+  void [usage?.cachedTokens, errorBody(503, 'no_worker', 'no'), promptOf(parsed).options.salt]
+}
