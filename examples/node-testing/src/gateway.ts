@@ -153,7 +153,8 @@ export function testEndings(start: Start): void {
 
   test('many at once, half of which leave', async (t) => {
     const { url, router } = await start(t, { speed: 1 })
-    const answers = await Promise.all(Array.from({ length: 32 }, () => openAnswer(`${url}/v1/chat/completions`, { ...LONG, max_tokens: 100 })))
+    const ask = (index: number) => openAnswer(`${url}/v1/chat/completions`, index % 2 ? LONG : { ...LONG, max_tokens: 100 })
+    const answers = await Promise.all(Array.from({ length: 32 }, (_, index) => ask(index)))
     const busy = router.workers().map(({ activeRequests }) => activeRequests)
     assert.ok(Math.min(...busy) > 0, busy.join())
     answers.forEach((answer, index) => index % 2 && answer.request.destroy())
