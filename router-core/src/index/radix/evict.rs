@@ -8,6 +8,7 @@ use std::cmp::Reverse;
 use super::RadixIndex;
 use super::chunks::{CHUNK_BLOCKS, ChunkId};
 use super::node::{Run, RunId};
+use super::slot::SlotState;
 use super::tree::Tree;
 use crate::sync::atomic::Ordering;
 
@@ -18,11 +19,12 @@ struct Victims(Vec<u64>);
 impl RadixIndex {
     /// Forgets the least recently used blocks until about `bytes` are left, and returns how many keys went.
     ///
-    /// Pending runs go first, oldest first, since they are credited to nobody. Then runs go by when a store or a lookup
+    /// Pending runs go first, oldest first, since they are credited to nobody, and the idle room of tables. Then runs go by when a store or a lookup
     /// last came by, to the accuracy of 64 stores; a run never goes before its children. Cost: a pass over
     /// all runs and all keys of every slot, so bound well below what is kept; tables are cut to what they then hold.
     pub fn shrink_to(&self, bytes: usize) -> usize {
         let mut gone = self.drop_pending(bytes);
+        self.drop_idle_room(bytes);
         for _ in 0..MAX_ROUNDS {
             let excess = self.bytes().saturating_sub(bytes);
             if excess == 0 {
@@ -55,6 +57,17 @@ impl RadixIndex {
             });
         }
         gone
+    }
+
+    /// Cuts tables to what they hold: room for growth goes before anything that is known, and what a key takes is then
+    /// what [`Tree::cost`] estimates.
+    fn drop_idle_room(&self, bytes: usize) {
+        for slot in self.slot_ids() {
+            if self.bytes() <= bytes {
+                break;
+            }
+            self.with_state(slot, SlotState::fit);
+        }
     }
 
     fn forget(&self, victims: &Victims) -> usize {

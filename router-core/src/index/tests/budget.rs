@@ -126,6 +126,22 @@ fn a_slot_far_from_the_first_is_counted_and_forgotten_as_well() {
     index.assert_invariants();
 }
 
+#[test]
+fn idle_room_goes_before_keys() {
+    let index = RadixIndex::new(LIMITS).dating_uses();
+    for conversation in 0..100 {
+        store(&index, W1, &path(conversation, 64), 0);
+    }
+    // The table doubled to room for 8,320 keys, of which it has 6,400.
+    let bytes = index.bytes();
+    assert_eq!(index.shrink_to(bytes - 1), 0);
+    assert!(index.bytes() < bytes, "{} of {bytes}", index.bytes());
+    for conversation in 0..100 {
+        assert_eq!(held(&index, W1, &path(conversation, 64)), 64);
+    }
+    index.assert_invariants();
+}
+
 proptest! {
     #[test]
     fn what_is_left_is_never_more_than_what_is_held(
