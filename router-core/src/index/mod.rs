@@ -251,6 +251,17 @@ pub struct TierBlocks {
 }
 
 impl TierBlocks {
+    /// Returns the count of `tier`.
+    #[must_use]
+    pub const fn of(&self, tier: Tier) -> usize {
+        match tier {
+            Tier::Device => self.device,
+            Tier::Host => self.host,
+            Tier::External => self.external,
+            Tier::Disk => self.disk,
+        }
+    }
+
     /// Adds `blocks` to the count of `tier`.
     pub const fn add(&mut self, tier: Tier, blocks: usize) {
         match tier {

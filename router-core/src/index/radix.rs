@@ -397,7 +397,9 @@ impl RadixIndex {
     }
 
     fn clear_tiers(&self, slot: u16, state: &mut SlotState, tiers: &[Tier]) {
-        if Tier::ALL.iter().all(|tier| tiers.contains(tier)) {
+        state.pending.retain(|run| !tiers.contains(&run.tier));
+        // Mostly nothing stays: an engine's own reset spares shared storage, which few have.
+        if state.pending.is_empty() && state.holds_nothing_beyond(tiers) {
             let chunks = state.drain();
             let runs = self.tree.read().runs_of(&chunks);
             // Piece by piece, so that lookups get their turn.
@@ -406,7 +408,6 @@ impl RadixIndex {
             }
             return;
         }
-        state.pending.retain(|run| !tiers.contains(&run.tier));
         let mut released = Vec::new();
         state.drop_residency(|_, tier, _| tiers.contains(&tier), &mut released);
         released.sort_unstable();
@@ -419,8 +420,9 @@ impl RadixIndex {
             return;
         }
         state.release(&mut released);
-        if !released.is_empty() {
-            self.tree.write().unhold(slot, &released);
+        // Piece by piece, so that lookups get their turn.
+        for units in released.chunks(UNITS_GIVEN_UP_AT_ONCE) {
+            self.tree.write().unhold(slot, units);
         }
     }
 }
@@ -536,6 +538,9 @@ fn slot_id(slot: Slot) -> Option<u16> {
     debug_assert_eq!(MAX_SLOTS - 1, usize::from(u16::MAX));
     u16::try_from(slot.0).ok()
 }
+
+/// Units that are taken out of the tree under one lock: more than an engine removes at once.
+const UNITS_GIVEN_UP_AT_ONCE: usize = 4_096;
 
 /// Runs that a clear takes out of the tree under one lock.
 const RUNS_CLEARED_AT_ONCE: usize = 64;

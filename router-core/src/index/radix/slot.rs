@@ -176,6 +176,12 @@ impl SlotState {
         self.blocks
     }
 
+    /// Tells whether no key is held in any other tier.
+    pub(super) fn holds_nothing_beyond(&self, tiers: &[Tier]) -> bool {
+        let mut others = Tier::ALL.into_iter().filter(|tier| !tiers.contains(tier));
+        others.all(|tier| self.blocks.of(tier) == 0)
+    }
+
     /// Returns the memory of the maps, in bytes; estimated for all but the compact one.
     pub(super) fn bytes(&self) -> usize {
         size_of::<Self>()
