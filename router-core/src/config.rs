@@ -348,12 +348,13 @@ mod tests {
             assert_eq!(error.kind(), ErrorKind::Config);
             assert!(error.to_string().contains(key), "{error}");
         }
-        let zero = RouterConfig {
+        let small = RouterConfig {
             max_index_bytes: Some(MIN_INDEX_BYTES - 1),
             ..RouterConfig::default()
         };
         assert!(
-            zero.validate()
+            small
+                .validate()
                 .unwrap_err()
                 .to_string()
                 .contains("max_index_bytes")
