@@ -137,8 +137,20 @@ impl Pool {
                 return Ok(lease.into_response(response));
             }
         }
+        self.send_once(request()).await
+    }
+
+    /// Sends a request over a fresh connection, and never again: for one that must not arrive twice. A kept connection may
+    /// end after the worker has read the request, which cannot be told from one that was closed before.
+    ///
+    /// # Errors
+    /// [`UpstreamError`]; after [`UpstreamError::Broken`] the worker may have read the request.
+    pub async fn send_once(
+        self: &Arc<Self>,
+        request: Request<Full<Bytes>>,
+    ) -> Result<Response<UpstreamBody>, UpstreamError> {
         let mut lease = Lease::new(Arc::clone(self), self.connect().await?);
-        match lease.exchange(request()).await {
+        match lease.exchange(request).await {
             Ok(response) => Ok(lease.into_response(response)),
             Err(error) => Err(UpstreamError::Broken(describe(&error))),
         }
