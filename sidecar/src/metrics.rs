@@ -16,6 +16,7 @@ use prometheus_client::registry::Registry;
 
 use crate::config::PolicyKind;
 use crate::fleet::Fleet;
+use crate::handoff::HandoffMetrics;
 use crate::request::Endpoint;
 use kvlane::Router;
 
@@ -32,6 +33,8 @@ pub struct Metrics {
     decisions: Family<Labels<2>, Counter>,
     decision_seconds: Histogram,
     degraded: Gauge,
+    /// Those of handoffs.
+    pub handoff: HandoffMetrics,
     workers: WorkerFamilies,
 }
 
@@ -139,6 +142,7 @@ impl Metrics {
             ),
             decision_seconds: Histogram::new(exponential_buckets(0.000_001, 2.0, 20)),
             degraded: Gauge::default(),
+            handoff: HandoffMetrics::register(&mut registry),
             workers: WorkerFamilies::new(&mut registry),
             registry: Registry::default(),
         };

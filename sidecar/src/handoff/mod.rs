@@ -9,6 +9,7 @@
 //! Engines do not notice any of the three: they answer 200 with text computed from somebody else's cache.
 
 mod answer;
+mod drive;
 mod leg;
 mod mooncake;
 mod nixl;
@@ -17,6 +18,7 @@ mod state;
 mod ticket;
 
 pub use answer::{AnswerCorrector, correct_answer, prefill_cached_tokens};
+pub use drive::{DriveLimits, DriveRequest, Driver, HandoffMetrics, Pair, Side};
 pub use leg::{Leg, LegContext, Unsplittable, check_splittable, local_body, strip};
 pub use mooncake::Mooncake;
 pub use nixl::{Nixl, lease_of};

@@ -278,7 +278,7 @@ impl<'a> Attempt<'a> {
 }
 
 /// Joins a worker's path prefix and the request's own path and query.
-fn uri(prefix: &str, path: &Bytes) -> Uri {
+pub(crate) fn uri(prefix: &str, path: &Bytes) -> Uri {
     if prefix.is_empty() {
         return Uri::from_maybe_shared(path.clone()).unwrap_or_default();
     }

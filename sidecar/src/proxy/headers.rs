@@ -56,7 +56,7 @@ pub(super) fn towards_worker(mut headers: HeaderMap) -> HeaderMap {
 }
 
 /// Returns the headers of the request to one worker.
-pub(super) fn for_worker(
+pub(crate) fn for_worker(
     headers: &HeaderMap,
     worker: &Worker,
     dp_rank: u32,
@@ -81,7 +81,7 @@ pub(super) fn for_worker(
 }
 
 /// Removes what concerns the connection to the worker alone.
-pub(super) fn towards_client(headers: &mut HeaderMap) {
+pub(crate) fn towards_client(headers: &mut HeaderMap) {
     remove_hop_by_hop(headers);
 }
 

@@ -36,7 +36,9 @@ use crate::fleet::Fleet;
 use crate::metrics::Metrics;
 use crate::request::{Endpoint, Reader, Reading, Trusted};
 
-pub(crate) use errors::Problem;
+pub(crate) use attempt::uri;
+pub(crate) use errors::{Problem, error_body};
+pub(crate) use headers::{for_worker, towards_client};
 
 use attempt::Attempt;
 use body::BodyError;

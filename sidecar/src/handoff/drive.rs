@@ -1,0 +1,209 @@
+//! Carries a handoff out: sends the legs, tells the state machine what happens, and answers the client.
+//!
+//! It does not know who asks. Given a request and two booked workers it returns a response; the rest goes on in a task of
+//! its own, which outlives the client where a prefill worker still holds a cache. Dropping the response, or not waiting
+//! for it, is how a client leaves.
+
+mod client;
+mod leg;
+mod metrics;
+mod run;
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use bytes::Bytes;
+use hyper::{HeaderMap, Response, StatusCode};
+use kvlane::handoff::{HandoffPlanner, PrefillWork, TransferGuard};
+use kvlane::{Outcome, RequestGuard};
+use serde_json::Value;
+use tokio::sync::oneshot;
+use tokio_util::sync::CancellationToken;
+use tokio_util::task::TaskTracker;
+
+use super::Protocol;
+use crate::fleet::{InFlight, Worker};
+use crate::proxy::{Problem, ProxyBody};
+use crate::request::Endpoint;
+
+pub use metrics::HandoffMetrics;
+
+use client::Client;
+use run::Run;
+
+/// The request to split.
+#[derive(Clone, Debug)]
+pub struct DriveRequest {
+    /// Its API.
+    pub endpoint: Endpoint,
+    /// Path and query, as they go to both workers.
+    pub path: Bytes,
+    /// The client's headers, without those that concern its connection or name a destination.
+    pub headers: HeaderMap,
+    /// Its name, the same on both legs.
+    pub request_id: String,
+    /// The body as the client sent it.
+    pub body: Arc<Value>,
+    /// An engine's usage can be held against the prompt.
+    pub audited: bool,
+}
+
+/// One of the two workers, booked for the request and admitted by its breaker.
+#[derive(Debug)]
+pub struct Side {
+    worker: Arc<Worker>,
+    dp_rank: u32,
+    guard: Option<RequestGuard>,
+    _in_flight: InFlight,
+}
+
+impl Side {
+    /// Takes over a booking.
+    #[must_use]
+    pub fn new(worker: Arc<Worker>, guard: RequestGuard) -> Self {
+        Self {
+            dp_rank: guard.dp_rank(),
+            _in_flight: worker.enter(),
+            worker,
+            guard: Some(guard),
+        }
+    }
+
+    fn rank(&self) -> (u32, u32) {
+        (self.dp_rank, self.worker.config.dp_ranks)
+    }
+
+    fn prefill_done(&self, now: Instant) {
+        if let Some(guard) = &self.guard {
+            guard.prefill_done(now);
+        }
+    }
+
+    fn release(&mut self, outcome: &Outcome, now: Instant) {
+        if let Some(guard) = self.guard.take() {
+            guard.release(outcome, now);
+        }
+    }
+}
+
+/// The two workers and how they hand over.
+#[derive(Debug)]
+pub struct Pair {
+    /// It processes the prompt.
+    pub prefill: Side,
+    /// It decodes.
+    pub decode: Side,
+    /// What is written to them.
+    pub protocol: Arc<dyn Protocol>,
+    /// For how long the prefill worker holds what nobody fetches.
+    pub lease: Duration,
+    /// The decode worker can process the prompt itself, and has room for that.
+    pub may_fall_back: bool,
+    /// Port of the prefill worker's bootstrap service, where the protocol has one.
+    pub bootstrap_port: u16,
+    /// Engine id of the prefill rank, where the protocol needs it beforehand.
+    pub prefill_engine: Option<String>,
+    /// The plan's transfer, from which its link's speed is learned.
+    pub transfer: Option<TransferGuard>,
+    /// The prompt as it was planned, from which the prefill worker's speed is learned.
+    pub work: PrefillWork,
+}
+
+/// Bounds of what a handoff waits for and keeps.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DriveLimits {
+    /// From sending a leg to the first byte of its answer's body.
+    pub first_byte: Duration,
+    /// Between two pieces of an answer.
+    pub idle: Duration,
+    /// Bytes of an answer that is kept whole: the prefill leg's, or the client's when it is no stream.
+    pub max_answer_bytes: usize,
+}
+
+impl Default for DriveLimits {
+    /// 300 seconds, 120 seconds and 64 MiB.
+    fn default() -> Self {
+        Self {
+            first_byte: Duration::from_secs(300),
+            idle: Duration::from_secs(120),
+            max_answer_bytes: 64 << 20,
+        }
+    }
+}
+
+/// Carries handoffs out.
+#[derive(Debug)]
+pub struct Driver {
+    shared: Arc<Shared>,
+    tasks: TaskTracker,
+    stop: CancellationToken,
+}
+
+#[derive(Debug)]
+struct Shared {
+    limits: DriveLimits,
+    metrics: HandoffMetrics,
+    planner: Option<Arc<HandoffPlanner>>,
+}
+
+impl Driver {
+    /// Creates a driver that teaches `planner` what it observes.
+    #[must_use]
+    pub fn new(
+        limits: DriveLimits,
+        metrics: HandoffMetrics,
+        planner: Option<Arc<HandoffPlanner>>,
+    ) -> Self {
+        Self {
+            shared: Arc::new(Shared {
+                limits,
+                metrics,
+                planner,
+            }),
+            tasks: TaskTracker::new(),
+            stop: CancellationToken::new(),
+        }
+    }
+
+    /// Returns the number of handoffs that are not over.
+    #[must_use]
+    pub fn open(&self) -> usize {
+        self.tasks.len()
+    }
+
+    /// Serves a request on two workers. Cancelling `close` makes the client's connection end after this response.
+    pub async fn drive(
+        &self,
+        request: DriveRequest,
+        pair: Pair,
+        close: CancellationToken,
+    ) -> Response<ProxyBody> {
+        let (answer, answered) = oneshot::channel();
+        let client = Client::new(answer, close);
+        let run = Run::new(Arc::clone(&self.shared), request, pair, client);
+        let stop = self.stop.clone();
+        self.tasks.spawn(async move {
+            tokio::select! {
+                () = stop.cancelled() => {}
+                () = run.finish() => {}
+            }
+        });
+        answered.await.unwrap_or_else(|_| {
+            let message = "the router stops, and with it this handoff";
+            Problem::new(StatusCode::BAD_GATEWAY, message).response()
+        })
+    }
+
+    /// Ends every handoff at once; what prefill workers hold is left to its lease.
+    pub async fn stop(&self) {
+        self.stop.cancel();
+        self.tasks.close();
+        self.tasks.wait().await;
+    }
+}
+
+impl Drop for Driver {
+    fn drop(&mut self) {
+        self.stop.cancel();
+    }
+}
