@@ -1,0 +1,377 @@
+//! The fault table of `docs/handoff.md`, row by row.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use http_body_util::BodyExt;
+use kvlane::Role;
+use kvlane_sidecar::engine::EngineConfig;
+use kvlane_sidecar::handoff::FallbackReason;
+use parking_lot::Mutex;
+
+use crate::eventually;
+use crate::gate::{Act, Hook, always, first};
+use crate::served::{COMPLETIONS, alone, completion, read};
+use crate::world::{LEASE, Plan, Reply, World, engine};
+
+/// Asks for both shapes; the answers must be those of one worker.
+async fn served_all_the_same(plan: impl Fn() -> Plan, reason: FallbackReason) {
+    let expected = alone(COMPLETIONS, &completion(1, false)).await;
+    for stream in [false, true] {
+        let world = World::start(plan()).await;
+        let reply = world.ask(COMPLETIONS, &completion(1, stream)).await;
+        assert_eq!(reply.status, 200, "{}", reply.text);
+        let (words, usage) = read(&reply.text);
+        assert_eq!(words, expected);
+        // It computed everything itself, and says so.
+        assert_eq!(usage["prompt_tokens_details"]["cached_tokens"], 0);
+        world.is_clean().await;
+        assert_eq!(world.metrics.fallbacks(reason), 1);
+        assert_eq!(world.metrics.ended("local"), 1);
+        assert_eq!(world.decode.transfers().fetched, 0);
+    }
+}
+
+fn is_bad_gateway(reply: &Reply) {
+    assert_eq!(reply.status, 502, "{}", reply.text);
+    assert_eq!(reply.json()["error"]["code"], "bad_gateway");
+}
+
+#[tokio::test]
+async fn a_prefill_that_fails_falls_back() {
+    for act in [
+        Act::Status(500, "{}"),
+        Act::Status(503, "{}"),
+        Act::Status(429, "{}"),
+        Act::Cut,
+        Act::CutAfter(0),
+    ] {
+        let plan = || Plan {
+            prefill_hook: always(act.clone()),
+            ..Plan::default()
+        };
+        served_all_the_same(plan, FallbackReason::PrefillFailed).await;
+    }
+}
+
+#[tokio::test]
+async fn a_prefill_that_fails_is_502_where_nothing_falls_back() {
+    let world = World::start(Plan {
+        prefill_hook: always(Act::Status(500, "{}")),
+        may_fall_back: false,
+        ..Plan::default()
+    })
+    .await;
+    is_bad_gateway(&world.ask(COMPLETIONS, &completion(1, true)).await);
+    world.is_clean().await;
+    assert_eq!(world.prefill_gate.requests(), 1);
+    assert_eq!(world.decode_gate.requests(), 0);
+}
+
+#[tokio::test]
+async fn a_refused_request_is_the_clients_own_affair() {
+    let refusal = r#"{"error":{"message":"too long"}}"#;
+    for (prefill_hook, decode_hook) in [
+        (always(Act::Status(400, refusal)), always(Act::Pass)),
+        (always(Act::Pass), always(Act::Status(400, refusal))),
+    ] {
+        let world = World::start(Plan {
+            prefill_hook,
+            decode_hook,
+            ..Plan::default()
+        })
+        .await;
+        let reply = world.ask(COMPLETIONS, &completion(1, false)).await;
+        assert_eq!((reply.status.as_u16(), reply.text.as_str()), (400, refusal));
+        assert_eq!(world.metrics.fallbacks(FallbackReason::PrefillFailed), 0);
+        world.is_clean().await;
+        assert_eq!(world.metrics.ended("refused"), 1);
+    }
+}
+
+#[tokio::test]
+async fn a_prefill_without_parameters_falls_back() {
+    let plan = || Plan {
+        prefill: EngineConfig {
+            transfer: None,
+            ..engine(Role::Prefill)
+        },
+        ..Plan::default()
+    };
+    served_all_the_same(plan, FallbackReason::NothingHandedOver).await;
+    let plan = || Plan {
+        prefill_hook: always(Act::Status(200, "no json")),
+        ..Plan::default()
+    };
+    served_all_the_same(plan, FallbackReason::NothingHandedOver).await;
+}
+
+#[tokio::test]
+async fn what_is_too_old_is_not_sent() {
+    let plan = || Plan {
+        believed: Duration::ZERO,
+        ..Plan::default()
+    };
+    served_all_the_same(plan, FallbackReason::Expired).await;
+}
+
+#[tokio::test]
+async fn a_client_that_leaves_during_the_prefill_stops_it() {
+    // A prompt of 50 tokens takes 5 seconds.
+    let world = World::start(Plan {
+        prefill: EngineConfig {
+            speed: 1.0,
+            prefill_tokens_per_second: 10.0,
+            ..engine(Role::Prefill)
+        },
+        ..Plan::default()
+    })
+    .await;
+    let body = completion(1, true);
+    let left = tokio::time::timeout(Duration::from_millis(100), world.ask(COMPLETIONS, &body));
+    assert!(left.await.is_err());
+    eventually("stopped", || world.metrics.open() == 0).await;
+    world.is_clean().await;
+    assert_eq!(world.decode_gate.requests(), 0);
+    assert_eq!(world.metrics.ended("left"), 1);
+}
+
+#[tokio::test]
+async fn a_client_that_leaves_between_the_legs_pins_no_longer_than_the_lease() {
+    let world = World::start(Plan {
+        decode_hook: always(Act::Hang),
+        ..Plan::default()
+    })
+    .await;
+    let body = completion(1, false);
+    let asking = world.ask(COMPLETIONS, &body);
+    let left = tokio::time::timeout(Duration::from_millis(150), asking).await;
+    assert!(left.is_err());
+    assert_eq!(world.decode_gate.requests(), 1);
+    let left = Instant::now();
+    world.is_clean().await;
+    assert!(left.elapsed() < LEASE + Duration::from_secs(5));
+    assert_eq!(world.metrics.ended("left"), 1);
+}
+
+#[tokio::test]
+async fn a_client_that_leaves_a_stream_frees_both() {
+    let world = World::start(Plan {
+        decode: EngineConfig {
+            speed: 1.0,
+            decode_ms: 50.0,
+            ..engine(Role::Decode)
+        },
+        ..Plan::default()
+    })
+    .await;
+    let mut request = completion(1, true);
+    request["max_tokens"] = serde_json::json!(5_000);
+    let mut body = world.drive(COMPLETIONS, &request).await.into_body();
+    body.frame().await.unwrap().unwrap();
+    drop(body);
+    world.is_clean().await;
+    assert_eq!(world.decode.stats().aborted_requests, 1);
+    assert_eq!(world.metrics.ended("left"), 1);
+}
+
+#[tokio::test]
+async fn a_decode_that_dies_before_it_fetches_is_502() {
+    for stream in [false, true] {
+        let world = World::start(Plan {
+            decode_hook: always(Act::Cut),
+            ..Plan::default()
+        })
+        .await;
+        is_bad_gateway(&world.ask(COMPLETIONS, &completion(1, stream)).await);
+        world.is_clean().await;
+        assert_eq!(world.prefill(|engine| engine.transfers().expired), Some(1));
+        assert_eq!(world.metrics.ended("bad_gateway"), 1);
+    }
+}
+
+#[tokio::test]
+async fn a_decode_leg_is_sent_once_whatever_becomes_of_its_connection() {
+    let world = World::start(Plan {
+        decode_hook: Arc::new(|number, _| {
+            let act = if number == 0 { Act::Pass } else { Act::Cut };
+            Box::pin(async move { act })
+        }),
+        ..Plan::default()
+    })
+    .await;
+    // Leaves a kept connection behind, over which a request could be sent again.
+    let reply = world.ask(COMPLETIONS, &completion(1, false)).await;
+    assert_eq!(reply.status, 200);
+    is_bad_gateway(&world.ask(COMPLETIONS, &completion(2, false)).await);
+    assert_eq!(world.decode_gate.requests(), 2);
+    world.is_clean().await;
+}
+
+#[tokio::test]
+async fn a_decode_that_answers_an_error_prefills_itself() {
+    let plan = || Plan {
+        decode_hook: first(Act::Status(500, "{}")),
+        ..Plan::default()
+    };
+    served_all_the_same(plan, FallbackReason::DecodeFailed).await;
+}
+
+#[tokio::test]
+async fn a_prefill_worker_that_dies_between_the_legs_costs_its_work_alone() {
+    let expected = alone(COMPLETIONS, &completion(1, false)).await;
+    for stream in [false, true] {
+        // Filled in when the world is there.
+        let victim: Arc<Mutex<Option<Arc<World>>>> = Arc::default();
+        let kill = victim.clone();
+        let hook: Hook = Arc::new(move |number, _| {
+            let world = kill.lock().clone();
+            Box::pin(async move {
+                if number == 0
+                    && let Some(engine) = world.and_then(|world| world.take_prefill())
+                {
+                    engine.shutdown().await;
+                }
+                Act::Pass
+            })
+        });
+        let world = Arc::new(
+            World::start(Plan {
+                decode_hook: hook,
+                ..Plan::default()
+            })
+            .await,
+        );
+        *victim.lock() = Some(world.clone());
+        let reply = world.ask(COMPLETIONS, &completion(1, stream)).await;
+        victim.lock().take();
+        assert_eq!(reply.status, 200, "{}", reply.text);
+        assert_eq!(read(&reply.text).0, expected);
+        world.is_clean().await;
+        assert_eq!(world.metrics.fallbacks(FallbackReason::DecodeFailed), 1);
+    }
+}
+
+#[tokio::test]
+async fn a_stream_that_breaks_says_so_and_a_whole_answer_is_502() {
+    let plan = || Plan {
+        decode_hook: always(Act::CutAfter(2)),
+        ..Plan::default()
+    };
+    let world = World::start(plan()).await;
+    let reply = world.ask(COMPLETIONS, &completion(1, true)).await;
+    assert_eq!(reply.status, 200);
+    let events: Vec<_> = reply.text.trim_end().split("\n\n").collect();
+    assert!(
+        events.last().unwrap().contains("bad_gateway"),
+        "{}",
+        reply.text
+    );
+    assert!(!reply.text.contains("[DONE]"));
+    world.is_clean().await;
+    assert_eq!(world.metrics.ended("broken_stream"), 1);
+
+    let world = World::start(Plan {
+        decode_hook: always(Act::CutAfter(0)),
+        ..Plan::default()
+    })
+    .await;
+    is_bad_gateway(&world.ask(COMPLETIONS, &completion(1, false)).await);
+    world.is_clean().await;
+}
+
+#[tokio::test]
+async fn failures_reach_the_client_within_100_ms() {
+    let failing: [fn(Hook) -> Plan; 2] = [
+        |hook| Plan {
+            prefill_hook: hook,
+            may_fall_back: false,
+            ..Plan::default()
+        },
+        |hook| Plan {
+            decode_hook: hook,
+            ..Plan::default()
+        },
+    ];
+    for plan in failing {
+        let mut quickest = Duration::MAX;
+        // The best of some: the machine may be busy.
+        for _ in 0..5 {
+            let failed: Arc<Mutex<Option<Instant>>> = Arc::default();
+            let note = failed.clone();
+            let hook: Hook = Arc::new(move |_, _| {
+                let note = note.clone();
+                Box::pin(async move {
+                    *note.lock() = Some(Instant::now());
+                    Act::Cut
+                })
+            });
+            let world = World::start(plan(hook)).await;
+            is_bad_gateway(&world.ask(COMPLETIONS, &completion(1, true)).await);
+            quickest = quickest.min(failed.lock().unwrap().elapsed());
+            world.is_clean().await;
+        }
+        assert!(quickest < Duration::from_millis(100), "{quickest:?}");
+    }
+}
+
+/// Requests meet every fault in every order, some of whose clients leave; engines must never see what they should not.
+#[tokio::test]
+async fn nothing_wrong_is_ever_sent_whatever_happens() {
+    let random = Arc::new(Mutex::new(fastrand::Rng::with_seed(11)));
+    let harm = |random: Arc<Mutex<fastrand::Rng>>| -> Hook {
+        Arc::new(move |_, _| {
+            let (draw, wait) = {
+                let mut random = random.lock();
+                (random.u32(..10), random.u64(..8))
+            };
+            Box::pin(async move {
+                tokio::time::sleep(Duration::from_millis(wait)).await;
+                match draw {
+                    0 => Act::Cut,
+                    1 => Act::Status(500, "{}"),
+                    2 => Act::CutAfter(1),
+                    3 => Act::Status(400, "{}"),
+                    _ => Act::Pass,
+                }
+            })
+        })
+    };
+    let world = Arc::new(
+        World::start(Plan {
+            prefill_hook: harm(random.clone()),
+            decode_hook: harm(random.clone()),
+            ..Plan::default()
+        })
+        .await,
+    );
+    let total = 400;
+    let mut tasks = tokio::task::JoinSet::new();
+    for number in 0..total {
+        let world = world.clone();
+        let patience = random.lock().u64(..60);
+        tasks.spawn(async move {
+            let body = completion(1 + number % 7, number % 2 == 0);
+            let asking = world.ask(COMPLETIONS, &body);
+            let _ = tokio::time::timeout(Duration::from_millis(5 + patience), asking).await;
+        });
+        if number % 16 == 0 {
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+    }
+    while let Some(done) = tasks.join_next().await {
+        done.unwrap();
+    }
+    world.is_clean().await;
+    let ended = [
+        "split",
+        "local",
+        "left",
+        "refused",
+        "bad_gateway",
+        "broken_stream",
+    ]
+    .map(|name| world.metrics.ended(name));
+    assert_eq!(ended.iter().sum::<u64>(), u64::from(total), "{ended:?}");
+    assert!(ended.iter().all(|count| *count > 0), "{ended:?}");
+}

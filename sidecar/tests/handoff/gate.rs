@@ -1,0 +1,163 @@
+//! A worker's door, where requests can come to harm.
+
+use std::convert::Infallible;
+use std::net::SocketAddr;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+use bytes::Bytes;
+use http_body_util::combinators::UnsyncBoxBody;
+use http_body_util::{BodyExt, Full};
+use hyper::body::{Body, Frame, Incoming};
+use hyper::service::service_fn;
+use hyper::{Request, Response};
+use hyper_util::rt::TokioIo;
+use serde_json::Value;
+use tokio::net::{TcpListener, TcpStream};
+
+/// What becomes of a request.
+#[derive(Clone, Debug)]
+pub(crate) enum Act {
+    Pass,
+    /// Answered here.
+    Status(u16, &'static str),
+    /// The connection ends.
+    Cut,
+    /// It ends after so many pieces of the answer.
+    CutAfter(usize),
+    /// No answer ever comes.
+    Hang,
+}
+
+/// Decides on a request by its number and body.
+pub(crate) type Hook =
+    Arc<dyn Fn(usize, Value) -> Pin<Box<dyn Future<Output = Act> + Send>> + Send + Sync>;
+
+pub(crate) fn always(act: Act) -> Hook {
+    Arc::new(move |_, _| {
+        let act = act.clone();
+        Box::pin(async move { act })
+    })
+}
+
+/// Harms the first request.
+pub(crate) fn first(act: Act) -> Hook {
+    Arc::new(move |number, _| {
+        let act = if number == 0 { act.clone() } else { Act::Pass };
+        Box::pin(async move { act })
+    })
+}
+
+/// A listener in front of an engine.
+#[derive(Debug)]
+pub(crate) struct Gate {
+    pub(crate) address: SocketAddr,
+    requests: Arc<AtomicUsize>,
+}
+
+impl Gate {
+    pub(crate) async fn start(engine: SocketAddr, hook: Hook) -> Self {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap();
+        let requests = Arc::new(AtomicUsize::new(0));
+        let count = requests.clone();
+        tokio::spawn(async move {
+            while let Ok((stream, _)) = listener.accept().await {
+                let (hook, count) = (hook.clone(), count.clone());
+                let service =
+                    service_fn(move |request| handle(request, engine, hook.clone(), count.clone()));
+                let builder = hyper::server::conn::http1::Builder::new();
+                tokio::spawn(builder.serve_connection(TokioIo::new(stream), service));
+            }
+        });
+        Self { address, requests }
+    }
+
+    pub(crate) fn requests(&self) -> usize {
+        self.requests.load(Ordering::SeqCst)
+    }
+}
+
+type AnyBody = UnsyncBoxBody<Bytes, Cut>;
+
+#[derive(Debug)]
+struct Cut;
+
+impl std::fmt::Display for Cut {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("cut")
+    }
+}
+
+impl std::error::Error for Cut {}
+
+async fn handle(
+    request: Request<Incoming>,
+    engine: SocketAddr,
+    hook: Hook,
+    count: Arc<AtomicUsize>,
+) -> Result<Response<AnyBody>, Cut> {
+    let (parts, body) = request.into_parts();
+    let body = body.collect().await.map_err(|_| Cut)?.to_bytes();
+    let number = count.fetch_add(1, Ordering::SeqCst);
+    let act = hook(number, serde_json::from_slice(&body).unwrap_or(Value::Null)).await;
+    let pieces = match act {
+        Act::Pass => usize::MAX,
+        Act::CutAfter(pieces) => pieces,
+        Act::Cut => return Err(Cut),
+        Act::Hang => std::future::pending().await,
+        Act::Status(status, text) => {
+            let body = Full::new(Bytes::from_static(text.as_bytes()));
+            let mut response = Response::new(
+                body.map_err(|never: Infallible| match never {})
+                    .boxed_unsync(),
+            );
+            *response.status_mut() = status.try_into().unwrap();
+            return Ok(response);
+        }
+    };
+    let stream = TcpStream::connect(engine).await.map_err(|_| Cut)?;
+    let (mut sender, connection) = hyper::client::conn::http1::handshake(TokioIo::new(stream))
+        .await
+        .map_err(|_| Cut)?;
+    tokio::spawn(connection);
+    let request = Request::from_parts(parts, Full::new(body));
+    let response = sender.send_request(request).await.map_err(|_| Cut)?;
+    Ok(response.map(|incoming| {
+        Cutting {
+            incoming,
+            left: pieces,
+            flushed: Box::pin(tokio::time::sleep(Duration::from_millis(20))),
+        }
+        .boxed_unsync()
+    }))
+}
+
+struct Cutting {
+    incoming: Incoming,
+    left: usize,
+    /// What was sent before the cut has left by then.
+    flushed: Pin<Box<tokio::time::Sleep>>,
+}
+
+impl Body for Cutting {
+    type Data = Bytes;
+    type Error = Cut;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, Cut>>> {
+        if self.left == 0 {
+            return self.flushed.as_mut().poll(cx).map(|()| Some(Err(Cut)));
+        }
+        let polled = Pin::new(&mut self.incoming).poll_frame(cx);
+        if polled.is_ready() {
+            self.left -= 1;
+        }
+        polled.map(|frame| frame.map(|frame| frame.map_err(|_| Cut)))
+    }
+}

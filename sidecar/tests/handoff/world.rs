@@ -1,0 +1,221 @@
+//! Two engines, their doors, a router and a driver.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use bytes::Bytes;
+use http_body_util::BodyExt;
+use hyper::{HeaderMap, Response, StatusCode};
+use kvlane::handoff::{HandoffConfig, HandoffPlanner, PrefillWork};
+use kvlane::{BlockSize, Prompt, Role, Router, RouterConfig, SaltContext, SelectRequest};
+use kvlane_sidecar::config::{Config, WorkerConfig};
+use kvlane_sidecar::engine::{Engine, EngineConfig, EngineHandle, Refusal, TransferConfig};
+use kvlane_sidecar::fleet::Fleet;
+use kvlane_sidecar::handoff::{
+    DriveLimits, DriveRequest, Driver, HandoffMetrics, Nixl, Pair, Protocol, Side,
+};
+use kvlane_sidecar::metrics::Metrics;
+use kvlane_sidecar::proxy::ProxyBody;
+use kvlane_sidecar::request::Endpoint;
+use parking_lot::Mutex;
+use serde_json::Value;
+use tokio_util::sync::CancellationToken;
+
+use crate::eventually;
+use crate::gate::{Act, Gate, Hook, always};
+
+/// How a world differs from two healthy, fast engines.
+pub(crate) struct Plan {
+    pub(crate) prefill: EngineConfig,
+    pub(crate) decode: EngineConfig,
+    pub(crate) prefill_hook: Hook,
+    pub(crate) decode_hook: Hook,
+    /// For how long the prefill engine holds what nobody fetches.
+    pub(crate) lease: Duration,
+    /// The lease that the driver believes in.
+    pub(crate) believed: Duration,
+    pub(crate) may_fall_back: bool,
+}
+
+pub(crate) const LEASE: Duration = Duration::from_millis(400);
+
+impl Default for Plan {
+    fn default() -> Self {
+        Self {
+            prefill: engine(Role::Prefill),
+            decode: engine(Role::Decode),
+            prefill_hook: always(Act::Pass),
+            decode_hook: always(Act::Pass),
+            lease: LEASE,
+            believed: LEASE,
+            may_fall_back: true,
+        }
+    }
+}
+
+/// An engine that is a thousand times as fast as a real one.
+pub(crate) fn engine(role: Role) -> EngineConfig {
+    let listen = SocketAddr::from(([127, 0, 0, 1], 0));
+    EngineConfig {
+        role,
+        speed: 1000.0,
+        transfer: Some(TransferConfig::new(listen)),
+        ..EngineConfig::ephemeral()
+    }
+}
+
+pub(crate) struct World {
+    prefill: Mutex<Option<EngineHandle>>,
+    pub(crate) decode: EngineHandle,
+    pub(crate) prefill_gate: Gate,
+    pub(crate) decode_gate: Gate,
+    router: Arc<Router>,
+    fleet: Fleet,
+    pub(crate) driver: Driver,
+    pub(crate) metrics: HandoffMetrics,
+    pub(crate) planner: Arc<HandoffPlanner>,
+    believed: Duration,
+    may_fall_back: bool,
+}
+
+/// A response that was read to its end.
+#[derive(Debug)]
+pub(crate) struct Reply {
+    pub(crate) status: StatusCode,
+    pub(crate) text: String,
+}
+
+impl Reply {
+    pub(crate) fn json(&self) -> Value {
+        serde_json::from_str(&self.text).unwrap_or_else(|error| panic!("{error}: {}", self.text))
+    }
+}
+
+impl World {
+    pub(crate) async fn start(mut plan: Plan) -> Self {
+        if let Some(transfer) = &mut plan.prefill.transfer {
+            transfer.lease = plan.lease;
+        }
+        let prefill = Engine::start(plan.prefill).await.unwrap();
+        let decode = Engine::start(plan.decode).await.unwrap();
+        let prefill_gate = Gate::start(prefill.address(), plan.prefill_hook).await;
+        let decode_gate = Gate::start(decode.address(), plan.decode_hook).await;
+        let router = Arc::new(Router::new(RouterConfig::default()).unwrap());
+        let settings = Arc::new(Config::default());
+        let metrics = Arc::new(Metrics::new());
+        let fleet = Fleet::new(settings, router.clone(), metrics.clone());
+        for (id, role, gate) in [
+            ("p", Role::Prefill, &prefill_gate),
+            ("d", Role::Decode, &decode_gate),
+        ] {
+            let mut config = WorkerConfig::new(id, &format!("http://{}", gate.address)).unwrap();
+            config.role = role;
+            fleet.add(config, Instant::now()).unwrap();
+        }
+        let planner = Arc::new(HandoffPlanner::new(HandoffConfig::default()).unwrap());
+        let limits = DriveLimits::default();
+        Self {
+            prefill: Mutex::new(Some(prefill)),
+            decode,
+            prefill_gate,
+            decode_gate,
+            router,
+            fleet,
+            driver: Driver::new(limits, metrics.handoff.clone(), Some(planner.clone())),
+            metrics: metrics.handoff.clone(),
+            planner,
+            believed: plan.believed,
+            may_fall_back: plan.may_fall_back,
+        }
+    }
+
+    /// Looks at the prefill engine, if it still runs.
+    pub(crate) fn prefill<T>(&self, look: impl FnOnce(&EngineHandle) -> T) -> Option<T> {
+        self.prefill.lock().as_ref().map(look)
+    }
+
+    /// Takes the prefill engine away, to kill it.
+    pub(crate) fn take_prefill(&self) -> Option<EngineHandle> {
+        self.prefill.lock().take()
+    }
+
+    fn side(&self, id: &str) -> Side {
+        let prompt = Prompt::from_tokens(
+            &(0..64).collect::<Vec<u32>>(),
+            BlockSize::default(),
+            &SaltContext::default(),
+        );
+        let request = SelectRequest::new(&prompt);
+        let guard = self
+            .router
+            .book(id, None, &request, Instant::now())
+            .unwrap();
+        Side::new(self.fleet.members().find(id).unwrap().clone(), guard)
+    }
+
+    pub(crate) async fn drive(&self, path: &'static str, body: &Value) -> Response<ProxyBody> {
+        let request = DriveRequest {
+            endpoint: Endpoint::of(path),
+            path: Bytes::from_static(path.as_bytes()),
+            headers: HeaderMap::new(),
+            request_id: format!("rid-{}", fastrand::u32(..)),
+            body: Arc::new(body.clone()),
+            audited: true,
+        };
+        let protocol: Arc<dyn Protocol> = Arc::new(Nixl::new(self.believed));
+        let pair = Pair {
+            prefill: self.side("p"),
+            decode: self.side("d"),
+            protocol,
+            lease: self.believed,
+            may_fall_back: self.may_fall_back,
+            bootstrap_port: 0,
+            prefill_engine: None,
+            transfer: None,
+            work: PrefillWork {
+                input_tokens: 64,
+                ..PrefillWork::default()
+            },
+        };
+        self.driver
+            .drive(request, pair, CancellationToken::new())
+            .await
+    }
+
+    pub(crate) async fn ask(&self, path: &'static str, body: &Value) -> Reply {
+        let response = self.drive(path, body).await;
+        let status = response.status();
+        let bytes = response.into_body().collect().await.unwrap().to_bytes();
+        Reply {
+            status,
+            text: String::from_utf8(bytes.to_vec()).unwrap(),
+        }
+    }
+
+    /// Checks that nothing is left: no open handoff, booking or block, and that no engine was sent what was used, expired
+    /// or another prompt's.
+    pub(crate) async fn is_clean(&self) {
+        eventually("handoffs closed", || {
+            self.driver.open() == 0 && self.metrics.open() == 0
+        })
+        .await;
+        assert_eq!(self.router.stats().active_leases, 0);
+        for worker in self.fleet.members().list() {
+            assert_eq!(worker.in_flight(), 0);
+            assert_eq!(worker.pool.in_use(), 0);
+        }
+        eventually("blocks freed", || {
+            let held = self
+                .prefill(|engine| engine.stats().used_blocks)
+                .unwrap_or(0);
+            held == 0 && self.decode.stats().used_blocks == 0
+        })
+        .await;
+        for reason in Refusal::ALL {
+            if reason != Refusal::Unreachable {
+                assert_eq!(self.decode.transfers().refused(reason), 0, "{reason}");
+            }
+        }
+    }
+}
