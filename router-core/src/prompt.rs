@@ -70,6 +70,14 @@ impl Prompt {
         &self.local
     }
 
+    /// Tells whether it was cut into blocks of this size, as far as the numbers say; chunks of text have a size of their own.
+    pub(crate) fn is_cut_by(&self, block_size: BlockSize) -> bool {
+        match self.kind {
+            PromptKind::Tokens => self.tokens / block_size.tokens() == self.blocks(),
+            PromptKind::Text => true,
+        }
+    }
+
     pub(crate) const fn local(&self) -> &Arc<[LocalBlockHash]> {
         &self.local
     }

@@ -158,7 +158,7 @@ impl Router {
     /// (default: the configured TTL), or longer where a longer belief stands already. Rank 0 when `dp_rank` is absent.
     ///
     /// # Errors
-    /// Unknown worker or rank; a `ttl` of zero or above ten years.
+    /// Unknown worker or rank; a `ttl` of zero or above ten years; a prompt in blocks of another size.
     pub fn record(
         &self,
         worker: &str,
@@ -176,6 +176,7 @@ impl Router {
             )));
         }
         self.inner.check_open()?;
+        self.inner.check_blocks(prompt)?;
         let workers = self.inner.workers.read();
         let target = workers.target(worker, dp_rank.unwrap_or(0))?;
         self.inner

@@ -13,7 +13,7 @@ use crate::load::row::flag;
 use crate::policy::CostWeights;
 use crate::policy::pick::{Fullness, pick};
 use crate::policy::price::{Ask, Columns, Flags};
-use crate::prompt::PromptKind;
+use crate::prompt::{Prompt, PromptKind};
 use crate::sync::atomic::Ordering;
 use crate::trust::TrustState;
 
@@ -40,7 +40,7 @@ impl Router {
     /// Returns every eligible target, cheapest first (then by worker id and rank). Nothing is booked.
     ///
     /// # Errors
-    /// An override or ttl out of range; the router is closed.
+    /// An override or ttl out of range; a prompt in blocks of another size; the router is closed.
     pub fn rank(&self, request: &SelectRequest<'_>, now: Instant) -> Result<Vec<Candidate>> {
         self.check(request)?;
         let view = self.inner.workers.read();
@@ -75,7 +75,7 @@ impl Router {
     /// thread is warm and apart from what new prompts take to be remembered.
     ///
     /// # Errors
-    /// An override or ttl out of range; the router is closed.
+    /// An override or ttl out of range; a prompt in blocks of another size; the router is closed.
     pub fn select(
         &self,
         request: &SelectRequest<'_>,
@@ -121,7 +121,8 @@ impl Router {
     /// that of a decision; eligibility is not checked.
     ///
     /// # Errors
-    /// Unknown worker or rank; a live booking of the same request id; an override or ttl out of range; the router is closed.
+    /// Unknown worker or rank; a live booking of the same request id; an override or ttl out of range; a prompt in blocks of
+    /// another size; the router is closed.
     pub fn book(
         &self,
         worker: &str,
@@ -170,6 +171,7 @@ impl Router {
     fn check(&self, request: &SelectRequest<'_>) -> Result<()> {
         self.inner.check_open()?;
         request.overrides.validate()?;
+        self.inner.check_blocks(request.prompt)?;
         if request
             .ttl
             .is_some_and(|ttl| ttl.is_zero() || ttl > super::MAX_TTL)
@@ -225,6 +227,20 @@ impl Router {
 }
 
 impl Inner {
+    /// Refuses a prompt in blocks of another size, whose numbers would mean nothing here.
+    pub(super) fn check_blocks(&self, prompt: &Prompt) -> Result<()> {
+        let block_size = self.config.block_size;
+        if prompt.is_cut_by(block_size) {
+            return Ok(());
+        }
+        Err(Error::invalid(format!(
+            "a prompt of {} tokens was hashed in {} blocks: only blocks of the router's block_size {} are accepted",
+            prompt.tokens(),
+            prompt.blocks(),
+            block_size.tokens()
+        )))
+    }
+
     /// What the request asks of every target.
     fn ask(&self, workers: &Workers, request: &SelectRequest<'_>, now: Instant) -> Ask {
         let own = own_blocks(request, self.config.block_size.tokens());

@@ -430,3 +430,30 @@ fn a_closed_router_refuses_and_still_releases() {
     bench.release(guard);
     assert_eq!(bench.router.stats().active_leases, 0);
 }
+
+#[test]
+fn a_prompt_in_blocks_of_another_size_is_refused() {
+    let bench = Bench::new(&["w1"], |_| {});
+    for size in [2, 16] {
+        let size = BlockSize::new(size).unwrap();
+        let prompt = Prompt::from_tokens(&t(0, 18), size, &SaltContext::default());
+        let request = SelectRequest::new(&prompt);
+        let refused = [
+            bench.router.select(&request, bench.start).unwrap_err(),
+            bench
+                .router
+                .book("w1", None, &request, bench.start)
+                .unwrap_err(),
+            bench.router.rank(&request, bench.start).unwrap_err(),
+            bench
+                .router
+                .record("w1", None, &prompt, None, bench.start)
+                .unwrap_err(),
+        ];
+        for error in refused {
+            assert_eq!(error.kind(), crate::ErrorKind::InvalidRequest);
+            assert!(error.to_string().contains("block_size 4"), "{error}");
+        }
+    }
+    assert_eq!(bench.router.stats().active_leases, 0);
+}
