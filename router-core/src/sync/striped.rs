@@ -127,7 +127,7 @@ mod model {
     use super::*;
 
     /// Removing a worker: whatever a decision notes of one that it saw registered, nothing is left once removing returns.
-    /// Two decisions on stripes of their own beside a removal; all of it takes a second.
+    /// Two decisions on stripes of their own beside a removal; all of it takes milliseconds.
     #[test]
     fn nothing_is_noted_after_a_removal() {
         loom::model(|| {
