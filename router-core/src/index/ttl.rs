@@ -131,6 +131,34 @@ impl TtlIndex {
         deadline: Instant,
         now: Instant,
     ) -> Placement {
+        self.place(slot, local_hashes, deadline, now, None)
+    }
+
+    /// Records a prompt on `slot` again, where its placement stands. Taking back what is returned takes back what the placement created,
+    /// too.
+    #[expect(
+        clippy::needless_pass_by_value,
+        reason = "the placement that is returned stands for it from now on"
+    )]
+    pub fn renew(
+        &self,
+        placement: Placement,
+        slot: Slot,
+        local_hashes: &[LocalBlockHash],
+        deadline: Instant,
+        now: Instant,
+    ) -> Placement {
+        self.place(slot, local_hashes, deadline, now, Some(&placement))
+    }
+
+    fn place(
+        &self,
+        slot: Slot,
+        local_hashes: &[LocalBlockHash],
+        deadline: Instant,
+        now: Instant,
+        before: Option<&Placement>,
+    ) -> Placement {
         let (Some(first), Some(bound)) = (local_hashes.first(), self.bounds.at(slot.index()))
         else {
             return Placement::NOTHING;
@@ -144,10 +172,17 @@ impl TtlIndex {
         let length = local_hashes.len().min(bound.capacity());
         let placement = self.change(shard, slot, |state| {
             state.expire(slot.0, now);
+            let created_from = before.and_then(|before| state.created_from(before));
             // Drawn under the lock: within a shard, what was placed later has the later stamp.
             let stamp = bound.next_stamp();
             let placed = state.record(slot, &local_hashes[..length], deadline, stamp);
-            Placement { shard, ..placed }
+            let held_blocks =
+                created_from.map_or(placed.held_blocks, |from| from.min(placed.held_blocks));
+            Placement {
+                shard,
+                held_blocks,
+                ..placed
+            }
         });
         if bound.excess() > 0 {
             self.expire_slot(slot, now);

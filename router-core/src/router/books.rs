@@ -91,20 +91,34 @@ impl Inner {
     /// Keeps believing that prompts in prefill are where they were sent: the engine announces a block when it is computed,
     /// which for a long or queued prompt is long after the prediction TTL.
     fn refresh_prefills(&self, now: Instant) {
-        let pending = self.leases.collect(|_, lease| {
-            let is_noted = lease.placement.is_some() && lease.kind == PromptKind::Tokens;
-            let is_pending = lease.in_prefill && is_noted;
-            is_pending.then(|| (Arc::clone(&lease.target), Arc::clone(lease.booked.prompt())))
-        });
-        for (target, prompt) in pending {
+        let pending = self
+            .leases
+            .collect(|id, lease| is_pending(lease).then(|| (id, Arc::clone(&lease.target))));
+        for (id, target) in pending {
             let stream = target.stream.lock();
             if stream.removed {
                 continue;
             }
-            if let Some(ttl) = self.placement_ttl(PromptKind::Tokens, stream.trust.state()) {
-                self.token_placements
-                    .record(target.slot, &prompt, now + ttl, now);
-            }
+            let Some(ttl) = self.placement_ttl(PromptKind::Tokens, stream.trust.state()) else {
+                continue;
+            };
+            // One that has ended meanwhile leaves nothing, and what is renewed is taken back as the first note would be.
+            self.leases.with(id, |lease| {
+                if is_pending(lease)
+                    && let Some(placement) = lease.placement.take()
+                {
+                    let prompt = lease.booked.prompt();
+                    let renewed =
+                        self.token_placements
+                            .renew(placement, target.slot, prompt, now + ttl, now);
+                    lease.placement = Some(renewed);
+                }
+            });
         }
     }
+}
+
+/// Tells whether the engine has still to announce what is noted of a booking.
+fn is_pending(lease: &Lease) -> bool {
+    lease.in_prefill && lease.placement.is_some() && lease.kind == PromptKind::Tokens
 }

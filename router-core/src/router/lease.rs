@@ -199,7 +199,7 @@ pub(super) struct Lease {
 
 /// Every booking by id, and by the caller's name of the request; in shards, so that bookings do not wait for each other.
 ///
-/// A lease is locked before its target's load, never the other way round.
+/// A lease is locked before its target's load and after its target's stream, never the other way round.
 #[derive(Debug, Default)]
 pub(super) struct Leases {
     by_id: Shards<Mutex<HashMap<LeaseId, Lease>>>,

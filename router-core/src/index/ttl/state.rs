@@ -129,14 +129,18 @@ impl State {
     }
 
     pub(super) fn undo(&mut self, placement: &Placement) {
-        let Some(run) = self.runs.get(placement.run) else {
-            return;
-        };
-        if (run.slot, run.stamp) == (placement.slot, placement.stamp) {
-            let keep_from = placement.held_blocks.max(run.end - run.blocks);
-            let created = run.end.saturating_sub(keep_from);
+        if let Some(from) = self.created_from(placement) {
+            let created = self.runs[placement.run].end.saturating_sub(from);
             self.release(placement.run, created);
         }
+    }
+
+    /// Returns after how many blocks of its prompt those begin that a placement created and no later one touched; `None`
+    /// where none is left.
+    pub(super) fn created_from(&self, placement: &Placement) -> Option<u32> {
+        let run = self.runs.get(placement.run)?;
+        let is_same = (run.slot, run.stamp) == (placement.slot, placement.stamp);
+        is_same.then(|| placement.held_blocks.max(run.end - run.blocks))
     }
 
     /// Drops everything of `slot`.

@@ -51,6 +51,36 @@ fn a_failed_dispatch_leaves_no_entry() {
 }
 
 #[test]
+fn a_dispatch_that_fails_late_leaves_no_entry() {
+    let bench = Bench::new(&["w1"], |config| config.prediction_ttl_seconds = 2.0);
+    let prompt = bench.prompt(&t(0, 16));
+    bench.release(bench.select(&t(0, 8)));
+    let guard = bench.select(&t(0, 16));
+    for second in 1..=3 {
+        bench.router.tick(bench.at(f64::from(second)));
+    }
+    guard.release(&Outcome::not_dispatched(), bench.at(3.0));
+    assert_eq!(bench.overlap_of(&prompt, 3.0), [("w1".to_owned(), 2)]);
+    bench.router.tick(bench.at(4.0));
+    assert_eq!(bench.overlap_of(&prompt, 4.0), [("w1".to_owned(), 2)]);
+}
+
+#[test]
+fn a_dispatch_that_fails_late_leaves_what_a_sibling_placed() {
+    let bench = Bench::new(&["w1"], |config| config.prediction_ttl_seconds = 2.0);
+    let prompt = bench.prompt(&t(0, 16));
+    let failed = bench.select(&t(0, 16));
+    let sibling = bench.select(&t(0, 16));
+    for second in 1..=3 {
+        bench.router.tick(bench.at(f64::from(second)));
+    }
+    sibling.prefill_done(bench.at(3.0));
+    bench.router.tick(bench.at(4.0));
+    failed.release(&Outcome::not_dispatched(), bench.at(4.0));
+    assert_eq!(bench.overlap_of(&prompt, 4.0), [("w1".to_owned(), 4)]);
+}
+
+#[test]
 fn siblings_of_a_burst_land_together() {
     let bench = Bench::new(&["w1", "w2"], |config| config.prediction_ttl_seconds = 2.0);
     for worker in ["w1", "w2"] {
