@@ -220,71 +220,71 @@ export interface BlockHashes {
 /** Every `code` that an error may have. */
 export declare function errorCodes(): Array<ErrorCode>
 
-/** r" How a request ended. */
+/** How a request ended. */
 export interface FinishOptions {
-  /** r" The worker answered it (default true). */
+  /** The worker answered it (default true). */
   ok?: boolean
-  /** r" What the engine reported as cached (`usage.prompt_tokens_details.cached_tokens`). */
+  /** What the engine reported as cached (`usage.prompt_tokens_details.cached_tokens`). */
   cachedTokens?: number
-  /** r" What the engine counted (`usage.prompt_tokens`). */
+  /** What the engine counted (`usage.prompt_tokens`). */
   promptTokens?: number
-  /** r" False when the request never reached the worker: the note of where its prompt went is taken back. */
+  /** False when the request never reached the worker: the note of where its prompt went is taken back. */
   dispatched?: boolean
 }
 
-/** r" What the hashes of a prompt depend on beside its tokens. */
+/** What the hashes of a prompt depend on beside its tokens. */
 export interface HashOptions {
-  /** r" Tokens per block (default 16). */
+  /** Tokens per block (default 16). */
   blockSize?: number
-  /** r" Adapter (LoRA) name; empty or absent is the base model. */
+  /** Adapter (LoRA) name; empty or absent is the base model. */
   lora?: string
-  /** r" Cache salt; empty or absent is none. */
+  /** Cache salt; empty or absent is none. */
   salt?: string
-  /** r" Media items, in any order. */
+  /** Media items, in any order. */
   media?: Array<MediaItem>
 }
 
-/** r" Size of the index of confirmed blocks. */
+/** Size of the index of confirmed blocks. */
 export interface IndexStats {
-  /** r" Distinct blocks held by anybody. */
+  /** Distinct blocks held by anybody. */
   blocks: number
-  /** r" Nodes of the tree. */
+  /** Nodes of the tree. */
   nodes: number
-  /** r" Pending engine blocks whose parent is unknown. */
+  /** Pending engine blocks whose parent is unknown. */
   orphans: number
-  /** r" Memory in bytes. */
+  /** Memory in bytes. */
   bytes: number
 }
 
-/** r" Where a batch of events comes from. */
+/** Where a batch of events comes from. */
 export interface IngestOptions {
-  /** r" Its sequence number; absent, it is applied without order checks. */
+  /** Its sequence number; absent, it is applied without order checks. */
   seq?: number | bigint
-  /** r" The publishing rank (default 0). */
+  /** The publishing rank (default 0). */
   dpRank?: number
 }
 
-/** r" What was done with one batch of events. */
+/** What was done with one batch of events. */
 export interface IngestReport {
-  /** r" Events that were applied. */
+  /** Events that were applied. */
   applied: number
-  /** r" What was not applied, by reason. */
+  /** What was not applied, by reason. */
   skipped: Record<string, number>
-  /** r" Batches were lost before this one and have not been repaired. */
+  /** Batches were lost before this one and have not been repaired. */
   gap: boolean
-  /** r" The engine restarted: its old entries were cleared first. */
+  /** The engine restarted: its old entries were cleared first. */
   restarted: boolean
 }
 
-/** r" What an engine reports of its load. */
+/** What an engine reports of its load. */
 export interface LoadOptions {
-  /** r" Requests that it runs. */
+  /** Requests that it runs. */
   running?: number
-  /** r" Requests that wait there. */
+  /** Requests that wait there. */
   waiting?: number
-  /** r" Share of its KV cache in use, 0 to 1. */
+  /** Share of its KV cache in use, 0 to 1. */
   kvUsage?: number
-  /** r" The reporting rank; absent, the counts are spread over all ranks. */
+  /** The reporting rank; absent, the counts are spread over all ranks. */
   dpRank?: number
 }
 
@@ -298,61 +298,61 @@ export interface MediaItem {
   digest: Uint8Array
 }
 
-/** r" Size of what own placements are believed to hold. */
+/** Size of what own placements are believed to hold. */
 export interface PlacementStats {
-  /** r" Blocks, counted once per target that holds them. */
+  /** Blocks, counted once per target that holds them. */
   heldBlocks: number
-  /** r" Blocks, counted once. */
+  /** Blocks, counted once. */
   blocks: number
-  /** r" Nodes of the tree. */
+  /** Nodes of the tree. */
   nodes: number
-  /** r" Placements that were the last to touch some block. */
+  /** Placements that were the last to touch some block. */
   placements: number
 }
 
-/** r" What a prompt is salted with. */
+/** What a prompt is salted with. */
 export interface PromptOptions {
-  /** r" Adapter (LoRA) name; empty or absent is the base model. */
+  /** Adapter (LoRA) name; empty or absent is the base model. */
   lora?: string
-  /** r" Cache salt; empty or absent is none. */
+  /** Cache salt; empty or absent is none. */
   salt?: string
-  /** r" Media items, in any order. */
+  /** Media items, in any order. */
   media?: Array<MediaItem>
 }
 
-/** r" Trust in one rank, as listed. */
+/** Trust in one rank, as listed. */
 export interface RankTrust {
-  /** r" The rank. */
+  /** The rank. */
   dpRank: number
-  /** r" The state. */
+  /** The state. */
   state: TrustState
-  /** r" Share of predicted cached tokens that the engine confirms, 0 to 1. */
+  /** Share of predicted cached tokens that the engine confirms, 0 to 1. */
   fidelity: number
-  /** r" Why it is not exact. */
+  /** Why it is not exact. */
   cause: string | null
-  /** r" Since when it is in this state: seconds of the router's clock, or since 1970 as `Date.now() / 1000`. */
+  /** Since when it is in this state: seconds of the router's clock, or since 1970 as `Date.now() / 1000`. */
   since: number
-  /** r" Event batches applied. */
+  /** Event batches applied. */
   batches: number
-  /** r" Events applied. */
+  /** Events applied. */
   events: number
-  /** r" Gaps in the sequence that were not repaired. */
+  /** Gaps in the sequence that were not repaired. */
   gaps: number
-  /** r" What was not applied, by reason. */
+  /** What was not applied, by reason. */
   skipped: Record<string, number>
 }
 
-/** r" A placement that was decided elsewhere. */
+/** A placement that was decided elsewhere. */
 export interface RecordOptions {
-  /** r" Rank of the worker (default 0). */
+  /** Rank of the worker (default 0). */
   dpRank?: number
-  /** r" Seconds that it is believed (default the configured `ttlSeconds`). */
+  /** Seconds that it is believed (default the configured `ttlSeconds`). */
   ttl?: number
-  /** r" Adapter (LoRA) name; empty or absent is the base model. */
+  /** Adapter (LoRA) name; empty or absent is the base model. */
   lora?: string
-  /** r" Cache salt; empty or absent is none. */
+  /** Cache salt; empty or absent is none. */
   salt?: string
-  /** r" Media items, in any order. */
+  /** Media items, in any order. */
   media?: Array<MediaItem>
 }
 
@@ -399,147 +399,147 @@ export interface RouterOptions {
   clock?: () => number
 }
 
-/** r" Size and history of a router. */
+/** Size and history of a router. */
 export interface RouterStats {
-  /** r" The index of confirmed blocks. */
+  /** The index of confirmed blocks. */
   index: IndexStats
-  /** r" Own placements of token prompts. */
+  /** Own placements of token prompts. */
   tokenPlacements: PlacementStats
-  /** r" Own placements of text prompts. */
+  /** Own placements of text prompts. */
   textPlacements: PlacementStats
-  /** r" Registered workers. */
+  /** Registered workers. */
   workers: number
-  /** r" Bookings not yet released. */
+  /** Bookings not yet released. */
   activeLeases: number
-  /** r" Decisions since the start. */
+  /** Decisions since the start. */
   decisions: number
-  /** r" Decisions without an eligible worker. */
+  /** Decisions without an eligible worker. */
   noWorker: number
-  /** r" Bookings that were released because their lease ran out. */
+  /** Bookings that were released because their lease ran out. */
   expiredLeases: number
-  /** r" Blocks that were forgotten to keep within `maxIndexBytes`. */
+  /** Blocks that were forgotten to keep within `maxIndexBytes`. */
   forgottenBlocks: number
-  /** r" What was not applied of all event streams, by reason. */
+  /** What was not applied of all event streams, by reason. */
   skipped: Record<string, number>
 }
 
-/** r" A request to place; everything is optional. */
+/** A request to place; everything is optional. */
 export interface SelectOptions {
-  /** r" The caller's name of the request. Selecting again under a live name supersedes the earlier booking (a retry). */
+  /** The caller's name of the request. Selecting again under a live name supersedes the earlier booking (a retry). */
   requestId?: string
-  /** r" Only these workers may be chosen; all when absent. */
+  /** Only these workers may be chosen; all when absent. */
   allowed?: Array<string>
-  /** r" Adapter (LoRA) name; empty or absent is the base model. */
+  /** Adapter (LoRA) name; empty or absent is the base model. */
   lora?: string
-  /** r" Cache salt; empty or absent is none. */
+  /** Cache salt; empty or absent is none. */
   salt?: string
-  /** r" Media items, in any order. */
+  /** Media items, in any order. */
   media?: Array<MediaItem>
-  /** r" Requests of one session prefer the target of the one before, by a tenth of the cost. */
+  /** Requests of one session prefer the target of the one before, by a tenth of the cost. */
   session?: string
-  /** r" Only workers that do this part; any when absent. */
+  /** Only workers that do this part; any when absent. */
   role?: Role
-  /** r" Only this rank of a worker; any when absent. For `book`: the rank (default 0). */
+  /** Only this rank of a worker; any when absent. For `book`: the rank (default 0). */
   dpRank?: number
-  /** r" Accepted for an admission queue; without one it has no effect. */
+  /** Accepted for an admission queue; without one it has no effect. */
   priority?: number
-  /** r" Output tokens to expect; their blocks are booked from the start. */
+  /** Output tokens to expect; their blocks are booked from the start. */
   expectedOutputTokens?: number
-  /** r" Seconds without activity after which the booking is released (default the configured `leaseSeconds`). */
+  /** Seconds without activity after which the booking is released (default the configured `leaseSeconds`). */
   ttl?: number
-  /** r" Settings changed for this request. */
+  /** Settings changed for this request. */
   overrides?: SelectOverrides
 }
 
-/** r" Settings changed for one request, each within the range of its namesake in `RouterOptions`. */
+/** Settings changed for one request, each within the range of its namesake in `RouterOptions`. */
 export interface SelectOverrides {
-  /** r" Replaces `prefillWeight`. */
+  /** Replaces `prefillWeight`. */
   prefillWeight?: number
-  /** r" Replaces `requestWeight`. */
+  /** Replaces `requestWeight`. */
   requestWeight?: number
-  /** r" Replaces `deviceHitCredit`. */
+  /** Replaces `deviceHitCredit`. */
   deviceHitCredit?: number
-  /** r" Replaces `hostHitCredit`. */
+  /** Replaces `hostHitCredit`. */
   hostHitCredit?: number
-  /** r" Replaces `diskHitCredit`. */
+  /** Replaces `diskHitCredit`. */
   diskHitCredit?: number
-  /** r" Replaces `externalHitCredit`. */
+  /** Replaces `externalHitCredit`. */
   externalHitCredit?: number
-  /** r" Replaces `temperature`. */
+  /** Replaces `temperature`. */
   temperature?: number
 }
 
-/** r" Blocks by tier. */
+/** Blocks by tier. */
 export interface TierBlocks {
-  /** r" In accelerator memory. */
+  /** In accelerator memory. */
   device: number
-  /** r" In host memory. */
+  /** In host memory. */
   host: number
-  /** r" On local disk. */
+  /** On local disk. */
   disk: number
-  /** r" In shared storage. */
+  /** In shared storage. */
   external: number
 }
 
-/** r" How far the events of one rank are believed. */
+/** How far the events of one rank are believed. */
 export interface Trust {
-  /** r" The state. */
+  /** The state. */
   state: TrustState
-  /** r" Share of predicted cached tokens that the engine confirms, 0 to 1. */
+  /** Share of predicted cached tokens that the engine confirms, 0 to 1. */
   fidelity: number
-  /** r" Why it is not exact. */
+  /** Why it is not exact. */
   cause: string | null
-  /** r" Since when it is in this state: seconds of the router's clock, or since 1970 as `Date.now() / 1000`. */
+  /** Since when it is in this state: seconds of the router's clock, or since 1970 as `Date.now() / 1000`. */
   since: number
 }
 
 /** The version of this package. */
 export declare function version(): string
 
-/** r" What is known of one worker. Counts are sums over its ranks. */
+/** What is known of one worker. Counts are sums over its ranks. */
 export interface WorkerInfo {
-  /** r" The caller's name. */
+  /** The caller's name. */
   id: string
-  /** r" Its data-parallel ranks. */
+  /** Its data-parallel ranks. */
   dpRanks: number
-  /** r" What it does. */
+  /** What it does. */
   role: Role
-  /** r" It finishes what it has and gets nothing new. */
+  /** It finishes what it has and gets nothing new. */
   draining: boolean
-  /** r" It may be chosen, as far as its health is known. */
+  /** It may be chosen, as far as its health is known. */
   available: boolean
-  /** r" Requests booked and not released. */
+  /** Requests booked and not released. */
   activeRequests: number
-  /** r" Distinct blocks of those requests. */
+  /** Distinct blocks of those requests. */
   activeBlocks: number
-  /** r" Blocks still to be prefilled for those requests. */
+  /** Blocks still to be prefilled for those requests. */
   prefillBlocks: number
-  /** r" Blocks that events have confirmed, by tier. */
+  /** Blocks that events have confirmed, by tier. */
   indexBlocks: TierBlocks
-  /** r" Blocks believed from own placements. */
+  /** Blocks believed from own placements. */
   predictedBlocks: number
-  /** r" KV capacity of one rank in blocks, when known. */
+  /** KV capacity of one rank in blocks, when known. */
   kvCapacityBlocks: number | null
-  /** r" Free-form labels. */
+  /** Free-form labels. */
   labels: Record<string, string>
-  /** r" Trust in each rank's event stream. */
+  /** Trust in each rank's event stream. */
   trust: Array<RankTrust>
 }
 
-/** r" A worker; everything is optional. */
+/** A worker; everything is optional. */
 export interface WorkerOptions {
-  /** r" Data-parallel ranks that share the worker's address (default 1). Each is a target of its own. */
+  /** Data-parallel ranks that share the worker's address (default 1). Each is a target of its own. */
   dpRanks?: number
-  /** r" What the worker does (default both). */
+  /** What the worker does (default both). */
   role?: Role
-  /** r" Blocks of the router's block size that the KV cache of one rank holds, when known. */
+  /** Blocks of the router's block size that the KV cache of one rank holds, when known. */
   kvCapacityBlocks?: number
-  /** r" ZeroMQ endpoint of rank 0's events, which are then followed by a thread; further ranks are on the following ports. */
+  /** ZeroMQ endpoint of rank 0's events, which are then followed by a thread; further ranks are on the following ports. */
   events?: string
-  /** r" ZeroMQ endpoint of rank 0's replay socket; further ranks are on the following ports. */
+  /** ZeroMQ endpoint of rank 0's replay socket; further ranks are on the following ports. */
   replay?: string
-  /** r" The engine's block size when known; must be a multiple of the router's. */
+  /** The engine's block size when known; must be a multiple of the router's. */
   blockSize?: number
-  /** r" Free-form labels, reported back. */
+  /** Free-form labels, reported back. */
   labels?: Record<string, string>
 }
