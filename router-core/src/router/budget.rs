@@ -41,6 +41,8 @@ impl Inner {
             .forgotten_blocks
             .fetch_add(gone as u64, Ordering::Relaxed);
         for target in self.workers.read().targets() {
+            // Under its lock, so that a batch that is being applied notes what it leaves after this.
+            let _stream = target.stream.lock();
             self.note_resident(target);
         }
     }
