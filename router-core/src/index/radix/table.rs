@@ -156,7 +156,8 @@ impl KeyTable {
     /// Makes room for more keys.
     ///
     /// A young table doubles, and takes its full size at once when a quarter of the expected keys is there; one that has
-    /// shrunk, or is beyond what was expected, grows by a fifth.
+    /// shrunk, or is beyond what was expected, grows by a fifth. What has shrunk waits for half of the expected keys, so
+    /// that a cache which swings around a third does not make its table swing.
     pub(super) fn reserve(&mut self, more: usize) {
         let needed = self.len + more;
         let room = room(self.buckets.len());
@@ -164,7 +165,12 @@ impl KeyTable {
             return;
         }
         let expected = self.expected;
-        let target = if needed <= expected && needed >= expected / 4 {
+        let full_from = if self.steady {
+            expected / 2
+        } else {
+            expected / 4
+        };
+        let target = if needed <= expected && needed >= full_from {
             expected
         } else if self.steady || (expected > 0 && needed > expected) {
             needed.max(room + room / 5)
@@ -383,6 +389,34 @@ mod tests {
             table.insert(key, table.hash(key), Place::new(0, 0), code(0));
         }
         assert_eq!(table.bytes(), bytes);
+    }
+
+    #[test]
+    fn a_table_that_has_shrunk_does_not_swing_with_its_keys() {
+        let mut table = KeyTable::default();
+        table.expect(50_000);
+        let add = |table: &mut KeyTable, key: u64| {
+            table.reserve(1);
+            table.insert(key, table.hash(key), Place::new(0, 0), code(0));
+        };
+        let remove = |table: &mut KeyTable, key: u64| {
+            let hash = table.hash(key);
+            let found = table.find(key, hash).unwrap();
+            table.remove(hash, found);
+            table.shrink();
+        };
+        (0..50_000).for_each(|key| add(&mut table, key));
+        (16_500..50_000).for_each(|key| remove(&mut table, key));
+        (16_500..19_000).for_each(|key| add(&mut table, key));
+        let bytes = table.bytes();
+        for _ in 0..3 {
+            (16_500..19_000).for_each(|key| remove(&mut table, key));
+            assert_eq!(table.bytes(), bytes);
+            (16_500..19_000).for_each(|key| add(&mut table, key));
+            assert_eq!(table.bytes(), bytes);
+        }
+        (19_000..50_000).for_each(|key| add(&mut table, key));
+        assert_eq!(table.bytes(), 11_429 * 64); // 50,000 keys / (5 a line × 7/8)
     }
 
     proptest! {
