@@ -6,6 +6,7 @@
 
 mod file;
 mod flags;
+mod handoff;
 mod keys;
 mod worker;
 
@@ -17,6 +18,7 @@ use kvlane::{IndexMode, RouterConfig};
 use serde::{Serialize, Serializer};
 
 pub use flags::ServeArgs;
+pub use handoff::HandoffSettings;
 pub use worker::WorkerConfig;
 
 use crate::net::HostPort;
@@ -75,6 +77,9 @@ pub struct Config {
     pub breaker_threshold: u32,
     /// Seconds that an open breaker stays open before one request may try (default 5).
     pub breaker_cooldown_seconds: f64,
+    /// How requests are split over prefill and decode workers (default: they are not).
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub handoff: Option<HandoffSettings>,
     /// The workers known at start; more may be added through the admin listener.
     pub workers: Vec<WorkerConfig>,
     /// The router's own settings.
@@ -110,6 +115,7 @@ impl Default for Config {
             health_interval_seconds: 2.0,
             breaker_threshold: 3,
             breaker_cooldown_seconds: 5.0,
+            handoff: None,
             workers: Vec::new(),
             router: RouterConfig::default(),
             warnings: Vec::new(),
@@ -160,6 +166,9 @@ impl Config {
                 "admin {} can be reached from other machines: set admin_key, or allow_public_admin: true, or listen on 127.0.0.1",
                 self.admin
             )));
+        }
+        if let Some(handoff) = &self.handoff {
+            handoff.validate().map_err(ConfigError)?;
         }
         if self.admin == self.listen && self.listen.port() != 0 {
             return Err(ConfigError(format!(

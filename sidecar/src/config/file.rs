@@ -6,6 +6,7 @@ use serde::de::DeserializeOwned;
 use serde_json::{Map, Value};
 use serde_saphyr::Spanned;
 
+use super::handoff;
 use super::keys::{self, ROUTER_KEYS};
 use super::{Config, ConfigError, WorkerConfig};
 
@@ -37,6 +38,9 @@ fn parse<T: DeserializeOwned>(text: &str) -> Result<T, serde_saphyr::Error> {
 fn apply_key(config: &mut Config, key: &str, value: &Value) -> Result<(), String> {
     if key == "workers" {
         return apply_workers(config, value);
+    }
+    if key == "handoff" {
+        return handoff::set(config, value);
     }
     if key == "router" {
         let section = value

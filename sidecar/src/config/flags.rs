@@ -6,6 +6,7 @@ use clap::Args;
 use serde_json::Value;
 
 use super::file::unknown;
+use super::handoff;
 use super::keys::{self, ROUTER_KEYS};
 use super::{Config, ConfigError, WorkerConfig};
 
@@ -123,6 +124,9 @@ fn set(config: &mut Config, key: &str, text: &str) -> Result<(), String> {
         "listen" | "admin" | "policy" | "index" | "model" | "admin_key" => Value::from(text),
         _ => serde_json::from_str(text).unwrap_or_else(|_| Value::from(text)),
     };
+    if key == "handoff" {
+        return handoff::set(config, &value);
+    }
     if ROUTER_KEYS.contains(&key) {
         return keys::set_router(config, key, &value);
     }

@@ -237,3 +237,66 @@ fn secrets_are_never_shown() {
             && !key.matches(b"super")
     );
 }
+
+#[test]
+fn a_handoff_needs_what_only_a_measurement_can_tell() {
+    let config = yaml(
+        "handoff: {kv_bytes_per_token: 114688, link_bytes_per_second: 104e6, planner: {ttft_objective_seconds: 2}}",
+    )
+    .unwrap();
+    let handoff = config.handoff.unwrap();
+    assert_eq!(
+        (handoff.lease_seconds, handoff.link_fixed_seconds),
+        (30.0, 0.0)
+    );
+    let planner = kvlane::handoff::HandoffConfig::default().objectives(2.0, Some(0.1));
+    assert_eq!(handoff.planner, planner);
+    assert!(yaml("").unwrap().handoff.is_none());
+    refused("handoff: {}", &["handoff", "kv_bytes_per_token"]);
+    refused(
+        "handoff: {kv_bytes_per_token: 1}",
+        &["link_bytes_per_second"],
+    );
+    let with =
+        |more: &str| format!("handoff: {{kv_bytes_per_token: 1, link_bytes_per_second: 1{more}}}");
+    refused(&with(", lease: 3"), &["lease", "lease_seconds"]);
+    refused(
+        &with(", planner: {itl: 1}"),
+        &["itl", "itl_objective_seconds"],
+    );
+    refused(
+        &with(", planner: {ttft_objective_seconds: 0}"),
+        &["ttft_objective_seconds"],
+    );
+    refused(
+        &with(", lease_seconds: 0"),
+        &["handoff.lease_seconds", "1 to 3600"],
+    );
+    refused(
+        "handoff: {kv_bytes_per_token: 0, link_bytes_per_second: 1}",
+        &["KV bytes"],
+    );
+    refused(
+        "handoff: {kv_bytes_per_token: 1, link_bytes_per_second: 0}",
+        &["bytes_per_second"],
+    );
+    let set = r#"handoff={"kv_bytes_per_token": 1, "link_bytes_per_second": 2}"#;
+    let config = Config::from_args(&args(&["--set", set])).unwrap();
+    let handoff = config.handoff.unwrap();
+    assert_eq!(
+        (handoff.kv_bytes_per_token, handoff.link_bytes_per_second),
+        (1.0, 2.0)
+    );
+}
+
+#[test]
+fn the_documented_handoff_is_accepted_and_shows_the_defaults() {
+    let text = include_str!("../../../docs/handoff.md");
+    let (_, rest) = text.split_once("```yaml\n").unwrap();
+    let (example, _) = rest.split_once("```").unwrap();
+    let config = yaml(example).unwrap();
+    assert_eq!(config.workers.len(), 2);
+    let short =
+        yaml("handoff: {kv_bytes_per_token: 114688, link_bytes_per_second: 104e6}").unwrap();
+    assert_eq!(config.handoff, short.handoff);
+}
