@@ -71,7 +71,7 @@ impl App {
             Arc::clone(&fleet),
             Arc::clone(&reader),
             Arc::clone(&metrics),
-        ));
+        )?);
         Ok(Arc::new(Self {
             events: EventStreams::new((*router).clone()),
             changing: Mutex::new(()),

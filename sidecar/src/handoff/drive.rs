@@ -69,6 +69,12 @@ impl Side {
         }
     }
 
+    /// Gives the booking and the breaker's place back: nothing was sent.
+    pub(crate) fn give_back(mut self) {
+        self.worker.abandoned();
+        self.release(&Outcome::not_dispatched(), Instant::now());
+    }
+
     fn rank(&self) -> (u32, u32) {
         (self.dp_rank, self.worker.config.dp_ranks)
     }

@@ -17,6 +17,7 @@ mod body;
 mod errors;
 mod headers;
 mod policy;
+mod split;
 mod stream;
 
 use std::convert::Infallible;
@@ -43,6 +44,7 @@ pub(crate) use headers::{for_worker, towards_client};
 use attempt::Attempt;
 use body::BodyError;
 use policy::Chooser;
+use split::Splitter;
 
 /// A response body towards the client.
 pub type ProxyBody = UnsyncBoxBody<Bytes, Box<dyn std::error::Error + Send + Sync>>;
@@ -55,6 +57,8 @@ pub struct Proxy {
     reader: Arc<Reader>,
     metrics: Arc<Metrics>,
     chooser: Chooser,
+    router: Arc<Router>,
+    splitter: Option<Splitter>,
     timeouts: Timeouts,
 }
 
@@ -83,27 +87,38 @@ struct Head {
 
 impl Proxy {
     /// Puts a proxy together.
-    #[must_use]
+    ///
+    /// # Errors
+    /// A value of `handoff` is out of range.
     pub fn new(
         config: Arc<Config>,
         router: Arc<Router>,
         fleet: Arc<Fleet>,
         reader: Arc<Reader>,
         metrics: Arc<Metrics>,
-    ) -> Self {
+    ) -> kvlane::Result<Self> {
         let timeouts = Timeouts {
             client_idle: seconds(config.client_idle_timeout_seconds),
             first_byte: seconds(config.first_byte_timeout_seconds),
             response_idle: seconds(config.response_idle_timeout_seconds),
         };
-        Self {
-            chooser: Chooser::new(config.policy, router),
+        let splitter = match &config.handoff {
+            Some(settings) => {
+                let counts = metrics.handoff.clone();
+                Some(Splitter::new(settings, &config, timeouts, counts)?)
+            }
+            None => None,
+        };
+        Ok(Self {
+            splitter,
+            chooser: Chooser::new(config.policy, Arc::clone(&router)),
+            router,
             config,
             fleet,
             reader,
             metrics,
             timeouts,
-        }
+        })
     }
 
     /// Answers one request. Cancelling `close` makes the client's connection end after this response.
@@ -190,6 +205,11 @@ impl Proxy {
             ));
         }
         self.metrics.count_prompt(reading.mode.as_str());
+        if let Some(splitter) = &self.splitter
+            && let Some(split) = splitter.plan(self, &head, &reading).await
+        {
+            return Ok(splitter.drive(self, split, close).await);
+        }
         Attempt::new(self, &head, reading).run(close).await
     }
 

@@ -7,6 +7,7 @@
 
 mod faults;
 mod gate;
+mod serve;
 mod served;
 mod world;
 

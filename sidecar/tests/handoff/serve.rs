@@ -1,0 +1,181 @@
+//! `kvlane serve` in front of a prefill and a decode worker.
+
+use std::net::SocketAddr;
+
+use bytes::Bytes;
+use http_body_util::{BodyExt, Full};
+use hyper::Request;
+use hyper::body::Incoming;
+use hyper_util::rt::TokioIo;
+use kvlane::Role;
+use kvlane_sidecar::config::{Config, WorkerConfig};
+use kvlane_sidecar::engine::{Engine, EngineConfig, EngineHandle};
+use kvlane_sidecar::serve::{ServeHandle, start};
+use serde_json::{Value, json};
+use tokio::net::TcpStream;
+
+use crate::served::{COMPLETIONS, completion, read};
+use crate::world::engine;
+
+/// Splits wherever a stream would wait: gaps are dear, and the link is quick.
+const DEAR_GAPS: &str = "handoff: {kv_bytes_per_token: 64, link_bytes_per_second: 1e12, planner: \
+    {itl_objective_seconds: 1e-6, assumed_prefill_tokens_per_second: 1000, transfer_stall_seconds_per_token: 0}}";
+
+struct Served {
+    prefill: EngineHandle,
+    decode: EngineHandle,
+    sidecar: ServeHandle,
+}
+
+async fn serve(yaml: &str) -> Served {
+    let prefill = Engine::start(engine(Role::Prefill)).await.unwrap();
+    let decode = Engine::start(EngineConfig {
+        speed: 1.0,
+        ..engine(Role::Decode)
+    })
+    .await
+    .unwrap();
+    let yaml = format!(
+        "listen: '127.0.0.1:0'\nadmin: '127.0.0.1:0'\nhealth_interval_seconds: 0.1\n{yaml}"
+    );
+    let mut config = Config::from_yaml(&yaml, "test").unwrap();
+    for (id, role, url) in [
+        ("p", Role::Prefill, prefill.url()),
+        ("d", Role::Decode, decode.url()),
+    ] {
+        let mut worker = WorkerConfig::new(id, &url).unwrap();
+        worker.role = role;
+        config.workers.push(worker);
+    }
+    let sidecar = start(config).await.unwrap();
+    Served {
+        prefill,
+        decode,
+        sidecar,
+    }
+}
+
+async fn send(
+    address: SocketAddr,
+    method: &str,
+    path: &str,
+    body: String,
+) -> hyper::Response<Incoming> {
+    let stream = TcpStream::connect(address).await.unwrap();
+    let (mut sender, connection) = hyper::client::conn::http1::handshake(TokioIo::new(stream))
+        .await
+        .unwrap();
+    tokio::spawn(connection);
+    let request = Request::builder()
+        .method(method)
+        .uri(path)
+        .header("host", "test")
+        .header("content-type", "application/json")
+        .body(Full::new(Bytes::from(body)))
+        .unwrap();
+    sender.send_request(request).await.unwrap()
+}
+
+impl Served {
+    async fn post(&self, body: &Value) -> hyper::Response<Incoming> {
+        send(
+            self.sidecar.proxy_addr,
+            "POST",
+            COMPLETIONS,
+            body.to_string(),
+        )
+        .await
+    }
+
+    async fn ask(&self, body: &Value) -> (u16, String) {
+        let response = self.post(body).await;
+        let status = response.status().as_u16();
+        let bytes = response.into_body().collect().await.unwrap().to_bytes();
+        (status, String::from_utf8(bytes.to_vec()).unwrap())
+    }
+
+    /// Begins a stream of tokens 5 ms apart, which lasts as long as its body is there.
+    async fn stream(&self) -> Incoming {
+        let mut body = completion(9_000, true);
+        body["max_tokens"] = json!(4_000);
+        let mut stream = self.post(&body).await.into_body();
+        stream.frame().await.unwrap().unwrap();
+        stream
+    }
+
+    async fn splits(&self) -> u64 {
+        let response = send(self.sidecar.admin_addr, "GET", "/metrics", String::new()).await;
+        let bytes = response.into_body().collect().await.unwrap().to_bytes();
+        let text = String::from_utf8(bytes.to_vec()).unwrap();
+        let line = text
+            .lines()
+            .find_map(|line| line.strip_prefix("kvlane_handoffs_total{outcome=\"split\"} "));
+        line.map_or(0, |value| value.parse().unwrap())
+    }
+}
+
+#[tokio::test]
+async fn a_prompt_that_would_stall_a_stream_is_split() {
+    let served = serve(DEAR_GAPS).await;
+    // Nobody is to be spared yet.
+    let (status, text) = served.ask(&completion(1, false)).await;
+    assert_eq!((status, served.splits().await), (200, 0), "{text}");
+    let expected = read(&text).0;
+    let stream = served.stream().await;
+    for (number, body) in [completion(1_000, false), completion(2_000, true)]
+        .iter()
+        .enumerate()
+    {
+        let (status, text) = served.ask(body).await;
+        assert_eq!(status, 200, "{text}");
+        assert!(!text.contains("remote_host"));
+        assert_ne!(read(&text).0, expected);
+        assert_eq!(
+            served.decode.transfers().fetched,
+            number as u64 + 1,
+            "{text}"
+        );
+    }
+    drop(stream);
+    assert_eq!(served.splits().await, 2);
+    assert_eq!(served.prefill.transfers().collected, 2);
+}
+
+#[tokio::test]
+async fn what_cannot_be_split_and_what_was_not_asked_for_is_served_by_one() {
+    let served = serve(DEAR_GAPS).await;
+    let stream = served.stream().await;
+    let mut several = completion(1_000, false);
+    several["n"] = json!(2);
+    assert_eq!(served.ask(&several).await.0, 200);
+    assert_eq!(served.prefill.transfers().handed_over, 0);
+    drop(stream);
+
+    let served = serve("").await;
+    let stream = served.stream().await;
+    assert_eq!(served.ask(&completion(1_000, false)).await.0, 200);
+    assert_eq!(served.prefill.transfers().handed_over, 0);
+    drop(stream);
+}
+
+#[tokio::test]
+async fn a_prefill_worker_that_is_gone_costs_nobody_an_answer() {
+    let served = serve(DEAR_GAPS).await;
+    let stream = served.stream().await;
+    let Served {
+        prefill,
+        decode,
+        sidecar,
+    } = served;
+    prefill.shutdown().await;
+    let response = send(
+        sidecar.proxy_addr,
+        "POST",
+        COMPLETIONS,
+        completion(1_000, false).to_string(),
+    )
+    .await;
+    assert_eq!(response.status(), 200);
+    assert_eq!(decode.transfers().fetched, 0);
+    drop(stream);
+}
