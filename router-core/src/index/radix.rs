@@ -539,8 +539,8 @@ fn slot_id(slot: Slot) -> Option<u16> {
     u16::try_from(slot.0).ok()
 }
 
-/// Units that are taken out of the tree under one lock: more than an engine removes at once.
-const UNITS_GIVEN_UP_AT_ONCE: usize = 4_096;
+/// Units that are taken out of the tree under one lock: more than an engine mostly removes at once.
+const UNITS_GIVEN_UP_AT_ONCE: usize = 1_024;
 
 /// Runs that a clear takes out of the tree under one lock.
 const RUNS_CLEARED_AT_ONCE: usize = 64;

@@ -16,6 +16,14 @@ use crate::sync::atomic::Ordering;
 #[derive(Debug, Default)]
 struct Victims(Vec<u64>);
 
+/// What a run's turn to go depends on.
+#[derive(Clone, Copy, Debug)]
+struct Use {
+    used: u32,
+    depth: u32,
+    parent: RunId,
+}
+
 impl RadixIndex {
     /// Forgets the least recently used blocks until about `bytes` are left, and returns how many keys went.
     ///
@@ -30,7 +38,7 @@ impl RadixIndex {
             if excess == 0 {
                 break;
             }
-            let victims = self.tree.read().victims(excess);
+            let victims = self.victims(excess);
             if victims.0.is_empty() {
                 break;
             }
@@ -88,52 +96,73 @@ impl RadixIndex {
     }
 }
 
-impl Tree {
-    /// Chooses runs whose memory makes up for `excess` bytes.
+impl RadixIndex {
+    /// Chooses runs whose memory makes up for `excess` bytes. Reads the tree piece by piece, so that neither stores nor the
+    /// lookups behind them wait for all of it; what is used meanwhile stays.
     fn victims(&self, excess: usize) -> Victims {
-        let mut runs: Vec<_> = self
-            .uses()
-            .into_iter()
-            .map(|(id, used)| (used, Reverse(self.run(id).map_or(0, |run| run.depth)), id))
+        let mut uses = self.uses();
+        pass_up(&mut uses);
+        let mut runs: Vec<_> = (0_u32..)
+            .zip(uses)
+            .filter_map(|(id, run)| run.map(|run| (run.used, Reverse(run.depth), id)))
             .collect();
         runs.sort_unstable();
         let mut victims = Victims::default();
         let mut bytes = 0;
-        for (_, _, id) in runs {
-            let Some(run) = self.run(id) else { continue };
-            if bytes >= excess {
-                break;
+        for runs in runs.chunks(RUNS_READ_AT_ONCE) {
+            let tree = self.tree.read();
+            for &(used, _, id) in runs {
+                if bytes >= excess {
+                    return victims;
+                }
+                if let Some(run) = tree.run(id).filter(|run| run.used() <= used) {
+                    bytes += tree.cost(id, run);
+                    victims.add(run.chunks());
+                }
             }
-            bytes += self.cost(id, run);
-            victims.add(run.chunks());
         }
         victims
     }
 
-    /// Returns for each run when it or anything below it was last used.
-    fn uses(&self) -> Vec<(RunId, u32)> {
-        let mut uses: Vec<Option<u32>> = Vec::new();
-        for (id, run) in self.runs() {
-            uses.resize(id as usize + 1, None);
-            uses[id as usize] = Some(run.used());
-        }
-        for (id, run) in self.runs() {
-            let used = uses[id as usize];
-            let mut parent = run.origin.run;
-            // Once an ancestor is as young, so are all above it.
-            while let Some(above) = uses.get_mut(parent as usize)
-                && *above < used
-            {
-                *above = used;
-                parent = self.run(parent).map_or(RunId::MAX, |run| run.origin.run);
+    /// Returns for each run id when the run was last used.
+    fn uses(&self) -> Vec<Option<Use>> {
+        let mut uses = Vec::new();
+        loop {
+            let tree = self.tree.read();
+            let ids = tree.ids().skip(uses.len()).take(RUNS_READ_AT_ONCE);
+            let before = uses.len();
+            uses.extend(ids.map(|id| {
+                tree.run(id).map(|run| Use {
+                    used: run.used(),
+                    depth: run.depth,
+                    parent: run.origin.run,
+                })
+            }));
+            if uses.len() == before {
+                return uses;
             }
         }
-        (0..)
-            .zip(uses)
-            .filter_map(|(id, used)| Some((id, used?)))
-            .collect()
     }
+}
 
+/// Makes each run as young as the youngest below it.
+fn pass_up(uses: &mut [Option<Use>]) {
+    for id in 0..uses.len() {
+        let Some(Use { used, parent, .. }) = uses[id] else {
+            continue;
+        };
+        let mut next = parent;
+        // Once an ancestor is as young, so are all above it.
+        while let Some(Some(above)) = uses.get_mut(next as usize)
+            && above.used < used
+        {
+            above.used = used;
+            next = above.parent;
+        }
+    }
+}
+
+impl Tree {
     /// Estimates the memory that a run takes with the keys of all who hold it.
     fn cost(&self, id: RunId, run: &Run) -> usize {
         let mut keys = 0;
@@ -167,6 +196,9 @@ pub(super) const STORES_A_TICK: u32 = 64;
 
 /// What a key takes in a table that is neither full nor empty.
 const KEY_BYTES: usize = 15;
+
+/// Runs that are read under one lock.
+const RUNS_READ_AT_ONCE: usize = 4_096;
 
 /// Estimates are corrected by looking again, this often at most.
 const MAX_ROUNDS: u32 = 8;

@@ -125,6 +125,11 @@ impl Tree {
         self.runs.get(id as usize)?.as_ref()
     }
 
+    /// Returns all ids, those of runs that are gone included.
+    pub(super) fn ids(&self) -> impl Iterator<Item = RunId> {
+        (0..ROOT).take(self.runs.len())
+    }
+
     pub(super) fn runs(&self) -> impl Iterator<Item = (RunId, &Run)> {
         (0..)
             .zip(&self.runs)
