@@ -5,6 +5,7 @@
     reason = "a test's tasks end with its runtime"
 )]
 
+mod concurrent;
 mod faults;
 mod gate;
 mod serve;

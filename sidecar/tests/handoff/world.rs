@@ -36,6 +36,8 @@ pub(crate) struct Plan {
     /// The lease that the driver believes in.
     pub(crate) believed: Duration,
     pub(crate) may_fall_back: bool,
+    /// NIXL when absent.
+    pub(crate) protocol: Option<Arc<dyn Protocol>>,
 }
 
 pub(crate) const LEASE: Duration = Duration::from_millis(400);
@@ -50,6 +52,7 @@ impl Default for Plan {
             lease: LEASE,
             believed: LEASE,
             may_fall_back: true,
+            protocol: None,
         }
     }
 }
@@ -77,6 +80,7 @@ pub(crate) struct World {
     pub(crate) planner: Arc<HandoffPlanner>,
     believed: Duration,
     may_fall_back: bool,
+    protocol: Arc<dyn Protocol>,
 }
 
 /// A response that was read to its end.
@@ -125,6 +129,9 @@ impl World {
             driver: Driver::new(limits, metrics.handoff.clone(), Some(planner.clone())),
             metrics: metrics.handoff.clone(),
             planner,
+            protocol: plan
+                .protocol
+                .unwrap_or_else(|| Arc::new(Nixl::new(plan.believed))),
             believed: plan.believed,
             may_fall_back: plan.may_fall_back,
         }
@@ -163,14 +170,13 @@ impl World {
             body: Arc::new(body.clone()),
             audited: true,
         };
-        let protocol: Arc<dyn Protocol> = Arc::new(Nixl::new(self.believed));
         let pair = Pair {
             prefill: self.side("p"),
             decode: self.side("d"),
-            protocol,
+            protocol: self.protocol.clone(),
             lease: self.believed,
             may_fall_back: self.may_fall_back,
-            bootstrap_port: 0,
+            bootstrap_port: 8998,
             prefill_engine: None,
             transfer: None,
             work: PrefillWork {
