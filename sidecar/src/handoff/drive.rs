@@ -44,6 +44,8 @@ pub struct DriveRequest {
     pub request_id: String,
     /// The body as the client sent it.
     pub body: Arc<Value>,
+    /// When it came.
+    pub started: Instant,
     /// An engine's usage can be held against the prompt.
     pub audited: bool,
 }
@@ -77,6 +79,10 @@ impl Side {
 
     fn rank(&self) -> (u32, u32) {
         (self.dp_rank, self.worker.config.dp_ranks)
+    }
+
+    const fn is_booked(&self) -> bool {
+        self.guard.is_some()
     }
 
     fn prefill_done(&self, now: Instant) {

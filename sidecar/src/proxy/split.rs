@@ -198,6 +198,7 @@ impl Splitter {
                 headers: head.headers.clone(),
                 request_id: head.request_id.clone(),
                 body: Arc::new(body),
+                started: head.started,
                 audited: reading.audited,
             },
             pair: Pair {

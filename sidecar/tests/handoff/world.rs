@@ -168,6 +168,7 @@ impl World {
             headers: HeaderMap::new(),
             request_id: format!("rid-{}", fastrand::u32(..)),
             body: Arc::new(body.clone()),
+            started: Instant::now(),
             audited: true,
         };
         let pair = Pair {

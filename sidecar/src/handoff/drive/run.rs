@@ -20,7 +20,8 @@ use super::metrics::Open;
 use super::{DriveRequest, Pair, Shared};
 use crate::handoff::{
     Action, Answer, AnswerCorrector, Attempt, Event, FallbackReason, Handoff, HandoffRules, Leg,
-    LegContext, LegOrder, Ticket, collecting, correct_answer, local_body, prefill_cached_tokens,
+    LegContext, LegOrder, Outcome, Ticket, collecting, correct_answer, local_body,
+    prefill_cached_tokens,
 };
 
 /// One handoff on its way.
@@ -253,6 +254,9 @@ impl Run {
             self.release_prefill(true);
         }
         if !self.collecting {
+            let waited = now - self.request.started;
+            let metrics = &self.pair.decode.worker.metrics;
+            metrics.ttft_seconds.observe(waited.as_secs_f64());
             let is_stream = parts
                 .headers
                 .get(CONTENT_TYPE)
@@ -456,18 +460,32 @@ impl Run {
 
     /// Ends the decode worker's booking with the client's answer; the prefill worker's lasts while it holds a cache.
     fn release_decode(&mut self, handoff: &Handoff) {
-        if self.decode.is_none() {
-            use crate::handoff::Outcome;
-            let served = matches!(handoff.outcome(), Some(Outcome::Split | Outcome::Local(_)));
-            let outcome = if served {
-                BookingOutcome::ok()
-            } else {
-                BookingOutcome::failed()
-            };
-            self.pair.decode.release(&outcome, Instant::now());
+        if self.decode.is_none() && self.pair.decode.is_booked() {
+            let now = Instant::now();
+            let booking = self.count_end(handoff.outcome(), now);
+            self.pair.decode.release(&booking, now);
         }
         if !handoff.is_open() {
             self.release_prefill(self.prefill_answered.is_some());
         }
+    }
+    /// Counts how the request ended among those of the decode worker; returns what that says of the booking.
+    fn count_end(&self, outcome: Option<Outcome>, now: Instant) -> BookingOutcome {
+        let metrics = &self.pair.decode.worker.metrics;
+        match outcome {
+            Some(Outcome::Split | Outcome::Local(_)) => {
+                let took = now - self.request.started;
+                metrics.request_seconds.observe(took.as_secs_f64());
+                return BookingOutcome::ok();
+            }
+            Some(Outcome::Left) => {
+                metrics.cancelled.inc();
+            }
+            Some(Outcome::Answered(Answer::BrokenStream)) => {
+                metrics.interrupted.inc();
+            }
+            Some(Outcome::Answered(_)) | None => {}
+        }
+        BookingOutcome::failed()
     }
 }
