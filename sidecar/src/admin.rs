@@ -78,7 +78,7 @@ fn get(app: &App, path: &str, query: &str) -> Answer {
             &json!({
                 "name": "kvlane",
                 "version": env!("CARGO_PKG_VERSION"),
-                "get": ["/livez", "/readyz", "/metrics", "/v1/workers", "/v1/decisions?limit=N", "/v1/config"],
+                "get": ["/livez", "/readyz", "/metrics", "/v1/workers", "/v1/decisions?limit=N", "/v1/config", "/v1/handoff"],
                 "post": ["/v1/workers", "/v1/workers/{id}/drain", "/v1/workers/{id}/clear", "/v1/overlap"],
                 "delete": ["/v1/workers/{id}"],
             }),
@@ -96,6 +96,10 @@ fn get(app: &App, path: &str, query: &str) -> Answer {
         )),
         "/v1/decisions" => decisions(app, query),
         "/v1/config" => Ok(json_response(StatusCode::OK, &json!(*app.config))),
+        "/v1/handoff" => Ok(json_response(
+            StatusCode::OK,
+            &json!({"handoff": app.proxy.handoff_report()}),
+        )),
         _ => Err(not_found(path)),
     }
 }

@@ -62,6 +62,11 @@ impl<'a> Attempt<'a> {
                 self.head.started,
                 self.reading.audited,
             );
+            let splitter = self.proxy.splitter.as_ref();
+            let lesson = splitter.and_then(|splitter| {
+                splitter.lesson(self.proxy, &self.reading, booking.decision())
+            });
+            let booking = booking.teaches(lesson);
             match self.send(&worker, booking.dp_rank()).await {
                 Ok(response) => return Ok(self.forward(response, booking, close)),
                 Err(failure) => self.give_up_on(&worker, booking, failure)?,

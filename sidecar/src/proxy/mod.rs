@@ -144,6 +144,13 @@ impl Proxy {
         Ok(response)
     }
 
+    /// Returns what is known of handoffs, and the last plans; null where requests are not split.
+    #[must_use]
+    pub fn handoff_report(&self) -> serde_json::Value {
+        let splitter = self.splitter.as_ref();
+        splitter.map_or(serde_json::Value::Null, Splitter::report)
+    }
+
     async fn serve(
         self: &Arc<Self>,
         request: Request<Incoming>,

@@ -1,14 +1,17 @@
 //! Requests that are worth two workers: planned, booked on both, and handed to the driver.
 
+use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use hyper::{Method, Response};
 use kvlane::handoff::{
-    HandoffPlanner, KvShape, LinkId, PlanRequest, PlanWorker, PrefillWork, Route, TransferGuard,
+    HandoffPlan, HandoffPlanner, KvShape, LinkId, PlanRequest, PlanWorker, PrefillWork, Route,
+    TransferGuard,
 };
 use kvlane::{Candidate, Decision, Role, SelectRequest, WorkerRank};
-use serde_json::Value;
+use parking_lot::Mutex;
+use serde_json::{Value, json};
 use tokio_util::sync::CancellationToken;
 use tracing::debug;
 
@@ -28,13 +31,33 @@ pub(super) struct Splitter {
     shape: KvShape,
     link: LinkId,
     lease: Duration,
+    plans: Mutex<VecDeque<Value>>,
 }
+
+/// Plans that are kept to be looked at.
+const KEPT_PLANS: usize = 16;
 
 /// A request that two workers are booked for.
 pub(super) struct Split {
     request: DriveRequest,
     pair: Pair,
     decision: Arc<Decision>,
+}
+
+/// What the planner learns from a request that one worker serves.
+#[derive(Debug)]
+pub(super) struct Lesson {
+    planner: Arc<HandoffPlanner>,
+    work: PrefillWork,
+    sent: Instant,
+}
+
+impl Lesson {
+    /// Tells the planner that the first token came.
+    pub(super) fn teach(&self, worker: &WorkerRank, now: Instant) {
+        let elapsed = now.saturating_duration_since(self.sent);
+        self.planner.observe_prefill(worker, &self.work, elapsed);
+    }
 }
 
 /// What was chosen for a request.
@@ -65,6 +88,7 @@ impl Splitter {
             shape,
             link,
             lease: seconds(settings.lease_seconds),
+            plans: Mutex::default(),
         })
     }
 
@@ -95,6 +119,28 @@ impl Splitter {
             return None;
         }
         self.book(proxy, &members, (head, reading), chosen, body)
+    }
+
+    /// Returns what can be learned from a request that goes to one worker now; nothing where its tokens are a guess.
+    pub(super) fn lesson(
+        &self,
+        proxy: &Proxy,
+        reading: &Reading,
+        decision: &Decision,
+    ) -> Option<Lesson> {
+        if reading.mode != Mode::Tokens || reading.extra_blocks > 0 {
+            return None;
+        }
+        let block_size = proxy.config.router.block_size.tokens() as u64;
+        Some(Lesson {
+            planner: Arc::clone(&self.planner),
+            work: PrefillWork {
+                input_tokens: reading.prompt.tokens() as u64,
+                cached_tokens: u64::from(decision.predicted_cached_tokens),
+                queued_tokens: tokens(decision.cost.booked_prefill_blocks, block_size),
+            },
+            sent: Instant::now(),
+        })
     }
 
     /// Serves a planned request.
@@ -146,7 +192,7 @@ impl Splitter {
         };
         let link = |_: &PlanWorker, _: &PlanWorker| Some(self.link.clone());
         let plan = self.planner.plan(&request, &workers, link, now);
-        debug!(request_id = head.request_id, decided_by = ?plan.decided_by, chosen = ?plan.chosen(), "planned");
+        self.keep(&head.request_id, &plan);
         let Route::Pair {
             prefill, decode, ..
         } = &plan.chosen()?.route
@@ -164,6 +210,23 @@ impl Splitter {
             },
             transfer: self.planner.book(&plan, now),
         })
+    }
+
+    /// Keeps a plan to be looked at.
+    fn keep(&self, request_id: &str, plan: &HandoffPlan) {
+        let plan = json!({"request_id": request_id, "plan": plan});
+        let mut plans = self.plans.lock();
+        if plans.len() == KEPT_PLANS {
+            plans.pop_front();
+        }
+        plans.push_back(plan);
+    }
+
+    /// Returns what is known of workers and links, and the last plans, the newest first.
+    pub(super) fn report(&self) -> Value {
+        let stats = self.planner.stats();
+        let plans: Vec<Value> = self.plans.lock().iter().rev().cloned().collect();
+        json!({"open": self.driver.open(), "prefill": stats.prefill, "links": stats.links, "plans": plans})
     }
 
     fn book(
@@ -233,11 +296,20 @@ fn select<'a>(head: &'a Head, reading: &'a Reading) -> SelectRequest<'a> {
 )]
 fn plan_worker(candidate: &Candidate, role: Role, block_size: u64) -> PlanWorker {
     let held = u64::from(candidate.overlap.blocks()) + u64::from(candidate.predicted_blocks);
-    let queued = candidate.cost.booked_prefill_blocks * block_size as f64;
+    let queued = tokens(candidate.cost.booked_prefill_blocks, block_size);
     PlanWorker::new(candidate.target.clone(), role)
         .cached_tokens(held * block_size)
-        .queued_prefill_tokens(queued as u64)
+        .queued_prefill_tokens(queued)
         .running_streams(candidate.cost.active_requests as u32)
+}
+
+#[expect(
+    clippy::cast_possible_truncation,
+    clippy::cast_sign_loss,
+    reason = "loads are not negative and far below 2^53; `as` saturates"
+)]
+fn tokens(blocks: f64, block_size: u64) -> u64 {
+    (blocks * block_size as f64) as u64
 }
 
 /// Parses the body, on another thread when it is much work.

@@ -18,6 +18,7 @@ use tracing::warn;
 
 use super::breaker::Verdict;
 use super::errors::error_body;
+use super::split::Lesson;
 use super::upstream::UpstreamBody;
 use super::usage::{EventLines, UsageScanner};
 use crate::fleet::{InFlight, Worker};
@@ -31,6 +32,7 @@ pub(super) struct Booking {
     started: Instant,
     /// The engine's usage can be held against the prompt.
     audited: bool,
+    lesson: Option<Lesson>,
     _in_flight: InFlight,
 }
 
@@ -45,11 +47,18 @@ impl Booking {
         Self {
             guard: Some(guard),
             audited,
+            lesson: None,
             _in_flight: worker.enter(),
             worker,
             endpoint,
             started,
         }
+    }
+
+    /// Lets the handoff planner learn from the first token.
+    pub(super) fn teaches(mut self, lesson: Option<Lesson>) -> Self {
+        self.lesson = lesson;
+        self
     }
 
     pub(super) const fn worker(&self) -> &Arc<Worker> {
@@ -184,6 +193,13 @@ impl ForwardBody {
                 .metrics
                 .ttft_seconds
                 .observe((now - booking.started).as_secs_f64());
+            // An answer in one piece comes with its last token, which says nothing of the first.
+            if self.is_events
+                && self.status.is_success()
+                && let Some(lesson) = &booking.lesson
+            {
+                lesson.teach(&guard.decision().target, now);
+            }
         }
         self.usage.feed(piece);
         if self.is_events {

@@ -103,10 +103,19 @@ impl Served {
         stream
     }
 
-    async fn splits(&self) -> u64 {
-        let response = send(self.sidecar.admin_addr, "GET", "/metrics", String::new()).await;
+    async fn admin(&self, path: &str) -> String {
+        let response = send(self.sidecar.admin_addr, "GET", path, String::new()).await;
         let bytes = response.into_body().collect().await.unwrap().to_bytes();
-        let text = String::from_utf8(bytes.to_vec()).unwrap();
+        String::from_utf8(bytes.to_vec()).unwrap()
+    }
+
+    async fn report(&self) -> Value {
+        let report: Value = serde_json::from_str(&self.admin("/v1/handoff").await).unwrap();
+        report["handoff"].clone()
+    }
+
+    async fn splits(&self) -> u64 {
+        let text = self.admin("/metrics").await;
         let line = text
             .lines()
             .find_map(|line| line.strip_prefix("kvlane_handoffs_total{outcome=\"split\"} "));
@@ -139,6 +148,12 @@ async fn a_prompt_that_would_stall_a_stream_is_split() {
     drop(stream);
     assert_eq!(served.splits().await, 2);
     assert_eq!(served.prefill.transfers().collected, 2);
+    let report = served.report().await;
+    let plan = &report["plans"][0]["plan"];
+    assert_eq!(plan["options"][0]["route"], "pair", "{report}");
+    assert_ne!(plan["decided_by"], "ttft", "{report}");
+    assert_eq!(report["links"][0]["link"], "configured");
+    assert_eq!(report["plans"].as_array().unwrap().len(), 4);
 }
 
 #[tokio::test]
@@ -152,10 +167,29 @@ async fn what_cannot_be_split_and_what_was_not_asked_for_is_served_by_one() {
     drop(stream);
 
     let served = serve("").await;
+    assert_eq!(served.report().await, Value::Null);
     let stream = served.stream().await;
     assert_eq!(served.ask(&completion(1_000, false)).await.0, 200);
     assert_eq!(served.prefill.transfers().handed_over, 0);
     drop(stream);
+}
+
+#[tokio::test]
+async fn speeds_are_learned_from_streams_that_one_worker_serves() {
+    let served = serve(DEAR_GAPS).await;
+    for (number, tokens) in [(1, 64), (2, 1_000), (3, 2_000), (4, 4_000)] {
+        let begin: u32 = 10_000 * number;
+        let mut body = completion(0, true);
+        body["prompt"] = json!((begin..begin + tokens).collect::<Vec<u32>>());
+        assert_eq!(served.ask(&body).await.0, 200);
+    }
+    let report = served.report().await;
+    let known = &report["prefill"][0];
+    assert_eq!(known["worker"]["worker"], "d", "{report}");
+    assert_eq!(known["measurements"], 4);
+    // The engine computes 22,646 tokens a second; the machine may be busy.
+    let speed = known["tokens_per_second"].as_f64().unwrap();
+    assert!((5_000.0..60_000.0).contains(&speed), "{report}");
 }
 
 #[tokio::test]
