@@ -49,7 +49,8 @@ impl Default for Plan {
             decode: engine(Role::Decode),
             prefill_hook: always(Act::Pass),
             decode_hook: always(Act::Pass),
-            lease: LEASE,
+            // A busy machine may take its time between an answer and its reader: the engine must not be the quicker one.
+            lease: 3 * LEASE,
             believed: LEASE,
             may_fall_back: true,
             protocol: None,
