@@ -155,7 +155,7 @@ impl KeyTable {
 
     /// Makes room for more keys.
     ///
-    /// A young table doubles, and takes its full size at once when a quarter of the expected keys is there; one that has
+    /// A young table doubles, and takes its full size at once when an eighth of the expected keys is there; one that has
     /// shrunk, or is beyond what was expected, grows by a fifth. What has shrunk waits for half of the expected keys, so
     /// that a cache which swings around a third does not make its table swing.
     pub(super) fn reserve(&mut self, more: usize) {
@@ -168,7 +168,7 @@ impl KeyTable {
         let full_from = if self.steady {
             expected / 2
         } else {
-            expected / 4
+            expected / 8
         };
         let target = if needed <= expected && needed >= full_from {
             expected
@@ -181,11 +181,15 @@ impl KeyTable {
     }
 
     /// Gives idle room back once a third of it is enough: later than growth by doubling leaves it, so that a cache which
-    /// swings around its capacity keeps its table.
+    /// swings around its capacity keeps its table. A table of the expected size waits for a twelfth, since it was taken at an
+    /// eighth.
     pub(super) fn shrink(&mut self) {
+        let room = room(self.buckets.len());
+        let is_expected = room <= self.expected + self.expected / 8;
+        let least = room / if is_expected { 12 } else { 3 };
         if self.len == 0 {
             self.buckets = Vec::new();
-        } else if self.len < room(self.buckets.len()) / 3 && self.buckets.len() > SMALL {
+        } else if self.len < least && self.buckets.len() > SMALL {
             self.steady = true;
             self.resize(self.len + self.len / 8);
         }
@@ -373,7 +377,7 @@ mod tests {
     }
 
     #[test]
-    fn a_table_that_grows_past_a_quarter_of_the_expected_keys_has_room_for_all() {
+    fn a_table_that_grows_past_an_eighth_of_the_expected_keys_has_room_for_all() {
         let mut table = KeyTable::default();
         table.expect(50_000);
         // Doubling leaves room for 17,920 at 12,500 keys, so the next step comes after these.
