@@ -220,3 +220,19 @@ def test_odd_bodies_are_for_the_engine_to_judge():
             assert httpx.get(url + "/nothing").status_code == 404
             assert httpx.get(url + "/v1/models?x=1").status_code == 200
             assert active(gateway.router) == 0
+
+
+@pytest.mark.parametrize("target", ["@127.0.0.1:{}/v1/models", "http://127.0.0.1:{}/v1/models", "*"])
+def test_a_client_cannot_name_another_host(target):
+    with engines(1, events=False) as (engine,), socket.create_server(("127.0.0.1", 0)) as elsewhere:
+        elsewhere.settimeout(0.2)
+        gateway = Gateway({"e0": engine.url})
+        with served(gateway) as url:
+            address = httpx.URL(url)
+            with socket.create_connection((address.host, address.port), timeout=10) as client:
+                head = f"GET {target.format(elsewhere.getsockname()[1])} HTTP/1.1\r\nHost: gateway\r\nConnection: close\r\n\r\n"
+                client.sendall(head.encode())
+                assert client.makefile("rb").readline().startswith(b"HTTP/1.1 400 ")
+            with pytest.raises(TimeoutError):
+                elsewhere.accept()
+            assert gateway.router.stats()["decisions"] == 0

@@ -114,6 +114,10 @@ class Gateway:
             await send({"type": "lifespan.startup.complete"})
 
     async def _http(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if not _path(scope).startswith("/"):
+            # Behind the address of an engine anything else may name another host: "@10.0.0.1:80/".
+            await _refuse(send, 400, "The request's target does not begin with '/'.")
+            return
         try:
             content = await _read(receive, self._max_body_bytes)
         except _ClientLeft:
@@ -182,8 +186,7 @@ class Gateway:
         headers.append((b"accept-encoding", b"identity"))  # so that usage can be read on its way
         if lease.worker in self._ranked:
             headers.append((b"x-data-parallel-rank", str(lease.dp_rank).encode()))
-        path = scope["path"].removeprefix(scope.get("root_path", ""))
-        url = self._urls[lease.worker] + quote(path, safe="/:@!$&'()*+,;=~")
+        url = self._urls[lease.worker] + quote(_path(scope), safe="/:@!$&'()*+,;=~")
         if query := scope.get("query_string"):
             url += "?" + query.decode("latin-1")
         request = self._client.build_request(scope["method"], url, headers=headers, content=content)
@@ -279,6 +282,12 @@ _REST_SECONDS = 2.0
 
 _MAX_KEPT_BYTES = 8 << 20
 """The largest answer, or line of a stream, whose usage is looked for."""
+
+
+def _path(scope: Scope) -> str:
+    """Returns the path below the one that this application is mounted at."""
+    path: str = scope["path"]
+    return path.removeprefix(scope.get("root_path", "")) or "/"
 
 
 class _ClientLeft(Exception):
