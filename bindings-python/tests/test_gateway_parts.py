@@ -57,7 +57,16 @@ def test_a_tokenizer_may_wait_decline_and_fail(caplog):
     assert asyncio.run(prompt_of({"prompt": "text", "max_tokens": 9_999}, None))["expected_output_tokens"] == 256
 
 
-@pytest.mark.parametrize("odd", [{"messages": [object()], "tools": None}, {"text": "\ud800"}, {"tokens": [-1]}, {"tokens": "text"}])
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"messages": [object()], "tools": None},
+        {"text": "\ud800"},
+        {"text": "text", "salt": "\ud800"},
+        {"tokens": [-1]},
+        {"tokens": "text"},
+    ],
+)
 def test_a_prompt_that_is_refused_goes_by_load(odd, caplog):
     with kvlane.Router() as router:
         router.add_worker("w1")

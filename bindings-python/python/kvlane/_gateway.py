@@ -116,7 +116,7 @@ def select(router: Router, prompt: Mapping[str, Any], allowed: Sequence[str], le
     """Selects a worker. A prompt that the router refuses is placed by load, and the engine judges it."""
     try:
         return router.select(**prompt, allowed=allowed, ttl=lease_seconds)
-    except InvalidRequest as error:
+    except (InvalidRequest, UnicodeEncodeError) as error:  # the second: a salt with half a character, which JSON can hold
         log.warning("a prompt cannot be matched, its request goes by load: %s", error)
     return router.select((), allowed=allowed, ttl=lease_seconds)
 
