@@ -14,6 +14,7 @@ from engines import KV_BLOCKS, LONG, MODEL, REPEATS, active, chat_body, engines,
 from fastapi import FastAPI
 from serving import served
 
+import kvlane
 from kvlane.asgi import Gateway
 
 CHAT = "/v1/chat/completions"
@@ -207,6 +208,12 @@ def test_an_engine_that_dies_in_the_middle_is_told_of():
             assert json.loads(left[-1].removeprefix("data: "))["error"]["code"] == 502
             assert "data: [DONE]" not in left
             wait_until("its booking ends", lambda: active(gateway.router) == 0, 2)
+
+
+@pytest.mark.parametrize("worker", ["10.0.0.1:8000", "", {"events": "tcp://10.0.0.1:5557"}, {"url": None}])
+def test_a_worker_without_a_url_is_named(worker):
+    with pytest.raises(kvlane.ConfigError, match="url of worker 'w1' is .*: http://… and https://… are accepted"):
+        Gateway({"w1": worker})
 
 
 def test_odd_bodies_are_for_the_engine_to_judge():

@@ -18,7 +18,7 @@ from typing import Any, Required, TypeAlias
 from urllib.parse import quote
 
 from ._gateway import Tokenize, Usage, WorkerOptions, log, prompt_of, select, usage_in
-from ._native import Lease, Router
+from ._native import ConfigError, Lease, Router
 
 try:
     import httpx
@@ -75,9 +75,11 @@ class Gateway:
             self.add_worker(name, worker)
 
     def add_worker(self, name: str, worker: str | Worker) -> None:
-        """Adds an engine."""
+        """Adds an engine. `ConfigError` for a URL that is none of http or https."""
         options: dict[str, Any] = {"url": worker} if isinstance(worker, str) else dict(worker)
-        url = options.pop("url")
+        url = options.pop("url", None)
+        if not isinstance(url, str) or not url.startswith(("http://", "https://")):
+            raise ConfigError(f"url of worker {name!r} is {url!r}: http://… and https://… are accepted")
         self.router.add_worker(name, **options)
         self._urls[name] = url.rstrip("/")
         if options.get("dp_ranks", 1) > 1:
