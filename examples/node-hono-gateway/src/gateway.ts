@@ -40,6 +40,8 @@ export class Gateway {
   readonly router: Router
   readonly app = new Hono()
   #urls = new Map<string, string>()
+  /** Workers with several data-parallel ranks. */
+  #ranked = new Set<string>()
   #upstream = new Upstream()
   #cooldown = new Cooldown()
   #tokenizer: EngineTokenizer | undefined
@@ -52,7 +54,8 @@ export class Gateway {
     this.#debug = debugHeaders
     for (const { id, url, ...options } of workers) {
       this.router.addWorker(id, options)
-      this.#urls.set(id, new URL(url).origin)
+      this.#urls.set(id, originOf(id, url))
+      if ((options.dpRanks ?? 1) > 1) this.#ranked.add(id)
     }
     if (tokenize) this.#tokenizer = new EngineTokenizer(this.#urls.values())
     const tooLarge = () => refusal(413, 'body_too_large', `the body is larger than ${maxBody} bytes`)
@@ -104,7 +107,8 @@ export class Gateway {
     // A client that left before it read anything makes nobody cancel the answer.
     passed.signal.addEventListener('abort', () => booking.abandon(), { once: true })
     try {
-      const answer = await this.#upstream.send(`${this.#urls.get(lease.worker)}${passed.path}`, passed)
+      const dpRank = this.#ranked.has(lease.worker) ? lease.dpRank : undefined
+      const answer = await this.#upstream.send(`${this.#urls.get(lease.worker)}${passed.path}`, { ...passed, dpRank })
       booking.started(answer.status)
       this.#cooldown.answered(lease.worker, answer.status)
       if (this.#debug) debug(answer.headers, lease)
@@ -117,6 +121,12 @@ export class Gateway {
       return refusal(502, 'upstream_unreachable', `the worker could not be reached: ${error.message}`)
     }
   }
+}
+
+function originOf(worker: string, url: string): string {
+  const parsed = URL.canParse(url) ? new URL(url) : undefined
+  if (parsed?.protocol === 'http:' || parsed?.protocol === 'https:') return parsed.origin
+  throw new Error(`worker ${worker}: the URL ${url} is not http://… or https://…`)
 }
 
 /** Statuses after which another engine may do better. Nothing of the answer has been passed on then. */

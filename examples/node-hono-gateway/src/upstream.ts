@@ -32,6 +32,8 @@ interface Request {
   headers: Headers
   body: Uint8Array<ArrayBuffer> | undefined
   signal: AbortSignal
+  /** For an engine that has several. */
+  dpRank: number | undefined
 }
 
 /** Sends requests to engines over kept connections. */
@@ -40,11 +42,11 @@ export class Upstream {
   #agent = new Agent({ headersTimeout: 0, bodyTimeout: 0, connect: { timeout: 2_000 } })
 
   /** Sends a request and waits for the first bytes of the answer: until then another engine may be asked. */
-  async send(url: string, { method, headers, body, signal }: Request): Promise<Answer> {
+  async send(url: string, { method, headers, body, signal, dpRank }: Request): Promise<Answer> {
     try {
       const response = await fetch(url, {
         method,
-        headers: [...passedOn(headers)],
+        headers: [...passedOn(headers, dpRank)],
         body: body ?? null,
         signal,
         dispatcher: this.#agent,
@@ -71,11 +73,16 @@ export class Upstream {
 /** Headers of one connection, which are not passed on. */
 const OF_A_CONNECTION = ['connection', 'keep-alive', 'proxy-authenticate', 'proxy-authorization', 'te', 'trailer', 'transfer-encoding', 'upgrade']
 
+/** Which of its data-parallel ranks an engine is to use. */
+const DP_RANK = 'x-data-parallel-rank'
+
 /** Codes of failures before a byte of the request was sent. */
 const NOT_SENT = new Set(['ECONNREFUSED', 'EHOSTUNREACH', 'ENETUNREACH', 'ENOTFOUND', 'EAI_AGAIN', 'UND_ERR_CONNECT_TIMEOUT'])
 
-function passedOn(headers: Headers): Headers {
-  const passed = without(headers, ...OF_A_CONNECTION, 'host', 'content-length', 'expect')
+function passedOn(headers: Headers, dpRank: number | undefined): Headers {
+  // The rank is the router's to choose, not the client's.
+  const passed = without(headers, ...OF_A_CONNECTION, 'host', 'content-length', 'expect', DP_RANK)
+  if (dpRank !== undefined) passed.set(DP_RANK, String(dpRank))
   // The usage is read on the way.
   passed.set('accept-encoding', 'identity')
   return passed

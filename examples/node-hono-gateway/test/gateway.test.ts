@@ -155,3 +155,28 @@ test('bodies of any size up to the limit', async (t) => {
   assert.equal(chunked.status, 413)
   assert.equal(asked[0], 3)
 })
+
+test('the router chooses the rank, not the client', async (t) => {
+  const ranks: unknown[] = []
+  const engine = createServer((request, response) => {
+    ranks.push(request.headers['x-data-parallel-rank'])
+    answer(200)(request, response)
+  })
+  await new Promise<void>((resolve) => engine.listen(0, '127.0.0.1', resolve))
+  t.after(() => engine.close().closeAllConnections())
+  const url = `http://127.0.0.1:${(engine.address() as AddressInfo).port}`
+  for (const dpRanks of [1, 2]) {
+    const { port } = await gateway(t, { workers: [{ id: 'w1', url, dpRanks }] })
+    const headers = { 'content-type': 'application/json', 'x-data-parallel-rank': '7' }
+    const body = JSON.stringify(CHAT)
+    assert.equal((await fetch(`http://127.0.0.1:${port}/v1/chat/completions`, { method: 'POST', headers, body })).status, 200)
+  }
+  assert.equal(ranks[0], undefined)
+  assert.match(String(ranks[1]), /^[01]$/)
+})
+
+test('a worker without a URL is named', async (t) => {
+  for (const url of ['', '10.0.0.1:8000', 'localhost:8000']) {
+    await assert.rejects(gateway(t, { workers: [{ id: 'w1', url }] }), /worker w1: the URL .* is not http/)
+  }
+})
