@@ -30,13 +30,13 @@ def cluster():
 class Deployed:
     """The deployment with given engines, and the handle that the test calls it by."""
 
-    def __init__(self, pair, *, router: str | None, events: bool = False, **settings) -> None:
+    def __init__(self, pair, *, router: str | None, events: bool = False, ongoing: int = 16, **settings) -> None:
         known = [
             {"url": engine.url, "kv_capacity_blocks": KV_BLOCKS - 1}
             | ({"events": engine.events, "replay": engine.replay} if events else {})
             for engine in pair
         ]
-        options = {}
+        options = {"max_ongoing_requests": ongoing}
         if router is not None:
             options["request_router_config"] = RequestRouterConfig(
                 request_router_class=router, request_router_kwargs=settings, request_routing_stats_period_s=0.2
@@ -140,6 +140,24 @@ def test_every_ending_ends_the_booking():
             one.result(timeout_s=30)
         wait_until("all end", ended)
         assert shares[0] >= 4, shares
+
+
+def test_a_request_that_waits_for_a_replica_is_booked_once():
+    with engines(1, events=False, decode_ms=50.0, speed=1.0) as pair:
+        deployed = Deployed(pair, router=KV, ongoing=1)
+        wait_until("the first ends", lambda: active(deployed.kv) == 0)
+        together = [deployed.chat(f"a {number}", max_tokens=16) for number in range(3)]
+        seen = set()
+
+        def asked_again() -> bool:
+            seen.add(active(deployed.kv))
+            return deployed.kv.stats()["decisions"] > 10
+
+        wait_until("Serve asks again and again", asked_again)
+        for one in together:
+            one.result(timeout_s=30)
+        wait_until("all end", lambda: active(deployed.kv) == 0)
+    assert max(seen) <= len(together), seen
 
 
 def test_what_the_engine_reports_is_heard():

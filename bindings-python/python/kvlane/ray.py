@@ -89,17 +89,28 @@ class KvRequestRouter(RequestRouter):
             return [candidate_replicas]
         candidates = self.select_available_replicas(candidate_replicas) or candidate_replicas
         by_worker = {replica.replica_id.to_full_id_str(): replica for replica in candidates}
-        prompt = await self._prompt(pending_request)
+        request_id = pending_request.metadata.internal_request_id
+        asked_before = self._bookings.get(request_id)
+        prompt = await self._prompt(pending_request) if asked_before is None else asked_before.prompt
         await self._settle()
+        if pending_request.future.done():  # another of Serve's tasks has placed it, and it may be under way
+            return [candidates]
+        # While all replicas are full Serve asks about once a millisecond: a request is not to be counted more than once, nor to
+        # stand in its own way.
+        if (earlier := self._bookings.pop(request_id, None)) is not None:
+            earlier.lease.release(ok=False, dispatched=False)
         try:
-            # Also when it is asked again, after all replicas were full: the earlier booking ends with its object.
             lease = select(self.kv, prompt, list(by_worker), self._lease_seconds)
         except Error as error:  # a request is not to fail for its placement
             log.warning("Ray Serve takes any replica: %s", error)
             lease = None
         if lease is None:
             return [candidates]
-        self._keep(pending_request, _Booking(lease, prompt))
+        if earlier is not None and earlier.future is pending_request.future:
+            earlier.lease = lease
+            self._bookings[request_id] = earlier
+        else:
+            self._keep(pending_request, _Booking(lease, prompt, pending_request.future))
         costs = sorted(lease.explain(), key=lambda candidate: candidate.cost.total)
         ranked = [lease.worker, *(one.worker for one in costs if one.worker != lease.worker)]
         return [[by_worker.pop(worker)] for worker in ranked if worker in by_worker]
@@ -123,16 +134,15 @@ class KvRequestRouter(RequestRouter):
 
     def _keep(self, request: PendingRequest, booking: _Booking) -> None:
         request_id = request.metadata.internal_request_id
-        self._bookings.pop(request_id, None)
         self._bookings[request_id] = booking
         # Serve tells of the end of requests that were sent. One that was given up before leaves its object behind.
-        weakref.finalize(request, self._given_up, request_id, booking, request.future).atexit = False
+        weakref.finalize(request, self._given_up, request_id, booking).atexit = False
         oldest = time.monotonic() - 2 * self._lease_seconds
         while self._bookings and next(iter(self._bookings.values())).booked_at < oldest:
             self._bookings.popitem(last=False)
 
-    def _given_up(self, request_id: str, booking: _Booking, future: Any) -> None:
-        was_sent = future.done() and not future.cancelled()
+    def _given_up(self, request_id: str, booking: _Booking) -> None:
+        was_sent = booking.future.done() and not booking.future.cancelled()
         if not was_sent and self._bookings.get(request_id) is booking:
             del self._bookings[request_id]
             booking.lease.release(ok=False, dispatched=False)
@@ -169,9 +179,10 @@ class KvRequestRouter(RequestRouter):
 class _Booking:
     """A request on its way."""
 
-    def __init__(self, lease: Lease, prompt: dict[str, Any]) -> None:
+    def __init__(self, lease: Lease, prompt: dict[str, Any], future: Any) -> None:
         self.lease = lease
         self.prompt = prompt
+        self.future = future  # of the replica; a new one when Serve tries once more
         self.ref: Any = None
         self.answer: Any = None
         self.booked_at = time.monotonic()
