@@ -197,6 +197,31 @@ def test_an_engine_that_is_not_there_is_passed_by():
             assert httpx.post(url + CHAT, json=chat_body("c")).status_code == 503
 
 
+def test_a_request_that_engines_die_of_is_given_to_two():
+    with contextlib.ExitStack() as stack:
+        asked = []
+
+        def dying() -> str:
+            listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+
+            def run() -> None:
+                with contextlib.suppress(OSError):  # the end of the test
+                    while True:
+                        with listener.accept()[0] as client:
+                            client.recv(65_536)
+                            asked.append(listener)
+
+            threading.Thread(target=run, daemon=True).start()
+            return f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+        gateway = Gateway({f"e{n}": dying() for n in range(4)})
+        with served(gateway) as url:
+            answer = httpx.post(url + CHAT, json=chat_body("a"))
+            assert (answer.status_code, answer.json()["error"]["type"]) == (502, "server_error")
+            assert len(asked) == 2
+            assert gateway.router.stats()["active_leases"] == 0
+
+
 def test_an_engine_that_dies_in_the_middle_is_told_of():
     with engines(1, events=False, decode_ms=50.0, speed=1.0) as (engine,):
         gateway = Gateway({"e0": engine.url})

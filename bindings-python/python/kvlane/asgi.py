@@ -45,9 +45,9 @@ class Gateway:
     `workers` gives each engine a name, and its URL or a `Worker` with event endpoints and the like. `tokenize` returns a
     request's token ids as the engine will see them, which events need; without it prompts are matched as text.
 
-    Before the first byte of an answer another engine is tried when one cannot be reached; after it, a stream ends with one
-    error event. When a client leaves, the engine's request is cancelled, and its booking ends, at once. `debug_headers`
-    tells clients where they were sent.
+    Before the first byte of an answer another engine is tried when one cannot be reached, and one more when one had the
+    request and failed; after it, a stream ends with one error event. When a client leaves, the engine's request is
+    cancelled, and its booking ends, at once. `debug_headers` tells clients where they were sent.
     """
 
     def __init__(
@@ -142,7 +142,8 @@ class Gateway:
     async def _serve(self, scope: Scope, content: bytes, send: Send) -> None:
         prompt = await self._prompt(scope, content)
         tried: set[str] = set()
-        while True:
+        sent = 0
+        while sent < _MAX_SENT:
             lease = self._select(prompt, tried)
             if lease is None:
                 why = "No engine could be reached." if tried else "No engine may be chosen."
@@ -155,6 +156,7 @@ class Gateway:
                 lease.release(ok=False, dispatched=reached)
                 log.warning("worker %s failed before it answered: %r", lease.worker, error)
                 tried.add(lease.worker)
+                sent += reached
                 if not reached:
                     self._down_until[lease.worker] = time.monotonic() + _REST_SECONDS
                 continue
@@ -163,6 +165,7 @@ class Gateway:
                 raise
             await self._answer(lease, answer, send)
             return
+        await _refuse(send, 502, f"{sent} engines failed before they answered.")
 
     async def _prompt(self, scope: Scope, content: bytes) -> dict[str, Any]:
         body: Any = None
@@ -278,6 +281,9 @@ _NOT_PASSED = frozenset(
 
 _NOT_PASSED_BACK = frozenset(b"transfer-encoding connection keep-alive trailer upgrade date server".split())
 """Headers between the engine and us; our server writes its own."""
+
+_MAX_SENT = 2
+"""How many engines may have a request and fail: it may be the request that they fail of, and others are not to follow."""
 
 _REST_SECONDS = 2.0
 """How long an engine that refused a connection is asked last."""
