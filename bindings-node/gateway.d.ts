@@ -35,7 +35,10 @@ export declare function selectFor(
 export declare class EngineTokenizer {
   /** `urls` of the engines, asked in turn; `timeoutMs` is the longest wait for one of them (default 2,000). */
   constructor(urls: Iterable<string>, options?: { timeoutMs?: number })
-  /** Returns the prompt's token ids, or nothing when two engines did not tell. Rejects when `signal` is aborted. */
+  /**
+   * Returns the prompt's token ids, or nothing when two engines did not tell: the first time with a warning of the process.
+   * Rejects when `signal` is aborted.
+   */
   tokens(body: unknown, options?: { signal?: AbortSignal }): Promise<Uint32Array | undefined>
 }
 

@@ -66,10 +66,13 @@ function isListOf(value, type) {
   return Array.isArray(value) && typeof value[0] === type && !Array.isArray(value[0])
 }
 
+const NOT_TOKENIZED = 'engines did not tokenize a request: it is matched as text, not with their events'
+
 class EngineTokenizer {
   #urls
   #timeoutMs
   #next = 0
+  #warned = false
 
   constructor(urls, { timeoutMs = 2_000 } = {}) {
     this.#urls = [...urls]
@@ -88,6 +91,9 @@ class EngineTokenizer {
       if (answer) return answer
       signal?.throwIfAborted()
     }
+    // Once: with texts the engines' events are of no use, and nothing else would say why.
+    if (!this.#warned) process.emitWarning(NOT_TOKENIZED, { type: 'KvlaneWarning' })
+    this.#warned = true
     return undefined
   }
 
