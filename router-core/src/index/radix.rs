@@ -17,8 +17,9 @@
 //!
 //! # Concurrency
 //! One lock for each slot around its table and pending runs, one reader-writer lock around the tree; order slot, then
-//! tree. A store asks for the lines of its keys first, takes the tree's lock for the walk, for looking the keys up (they
-//! arrive meanwhile) and for one change of a mark per run, and enters the keys after it let go. A clear takes the lock
+//! tree. A store asks for the lines of all its keys at once, looks the keys up, takes the tree's lock for the walk and for
+//! one change of a mark per run, and enters the keys after it let go, so the tree is held for a fraction of a microsecond
+//! and whoever waits for it does so [awake](crate::sync::Brief). A clear takes the lock
 //! piece by piece. `tests/loom.rs` tries the orders in which threads may meet.
 //!
 //! [mark]: holders::Mark
@@ -54,7 +55,7 @@ use super::{
 use crate::block::LocalBlockHash;
 use crate::ids::Slot;
 use crate::sync::atomic::{AtomicUsize, Ordering};
-use crate::sync::{Dense, Mutex, RwLock};
+use crate::sync::{Brief, Dense, Mutex};
 
 /// A [`PrefixIndex`] for many workers, many prompts and many threads.
 ///
@@ -93,7 +94,7 @@ use crate::sync::{Dense, Mutex, RwLock};
 #[derive(Debug)]
 pub struct RadixIndex {
     limits: OrphanLimits,
-    tree: RwLock<Tree>,
+    tree: Brief<Tree>,
     /// By slot index; `None` until the first store, and again once nothing is left to know.
     slots: Dense<Mutex<Option<Box<SlotState>>>>,
     /// Memory of the slots' states.
@@ -123,7 +124,7 @@ impl RadixIndex {
     pub fn with_max_run_blocks(limits: OrphanLimits, max_run_blocks: u16) -> Self {
         Self {
             limits,
-            tree: RwLock::new(Tree::new(max_run_blocks.clamp(1, MAX_RUN_BLOCKS))),
+            tree: Brief::new(Tree::new(max_run_blocks.clamp(1, MAX_RUN_BLOCKS))),
             slots: Dense::new(),
             slot_bytes: AtomicUsize::new(0),
         }
@@ -175,7 +176,7 @@ impl RadixIndex {
         (0..=u16::MAX).take(places)
     }
 
-    /// Applies a store in two steps: change the tree, looking the keys up on the way, and enter the keys. Tells what became of
+    /// Applies a store in three steps: look the keys up, change the tree, enter the keys. Tells what became of
     /// each key and adds the pending runs that now have a parent to `ready`.
     fn apply(
         &self,
@@ -187,6 +188,7 @@ impl RadixIndex {
         mut tell: impl FnMut(usize, Verdict),
     ) {
         let announced = &store.announced;
+        state.look_up(store.keys, &mut steps);
         self.place(slot, state, store, &mut steps);
         let new = steps.iter().filter(|step| step.verdict == Verdict::Place);
         state.reserve(store.keys.first(), new.count());
@@ -220,7 +222,6 @@ impl RadixIndex {
             .parent
             .map_or(Point::ROOT, |parent| tree.locate(parent).next());
         let segments = tree.extend(start, store.local_hashes);
-        state.look_up(store.keys, steps);
         let fresh = announced.unit == 1 && steps.iter().all(|step| step.known.is_none());
         let mut rest = store.keys.iter().zip(steps);
         let mut before = 0;

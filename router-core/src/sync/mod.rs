@@ -3,9 +3,11 @@
 //! With `--cfg loom` they are the model checker's, and the tests named `model` and those of `tests/loom.rs` try every order
 //! of a few operations: `scripts/loom.sh`. Nothing else can run so.
 
+mod brief;
 mod dense;
 mod striped;
 
+pub(crate) use brief::Brief;
 pub(crate) use dense::Dense;
 pub(crate) use striped::{Padded, STRIPES, Shards, Striped, stripe};
 
