@@ -116,7 +116,8 @@ impl SequenceHash {
     /// A sequence hash is the wrapping sum of a term for each block of the prefix: with `mixed` = `local ^ (K0 + position *
     /// K1)`, the term is `local` plus the product of the low and the high half of `mixed`. A term depends on no other block,
     /// so that a processor computes several at once, and a sum can go back as well as on; 256 blocks cost about 0.05 µs.
-    /// Like the local hashes it guards against accident, not against somebody who looks for collisions.
+    /// Like the local hashes it guards against accident, not against somebody who looks for collisions; and it needs local
+    /// hashes that are spread over 64 bits as XXH3's are, since sums of small numbers meet.
     ///
     /// # Source
     /// The product of halves beside the plain value is the accumulation step of XXH3; K0 is the first 64-bit word of the

@@ -411,6 +411,14 @@ impl Keys {
 
 fn local_hashes(path: &[u8]) -> Vec<LocalBlockHash> {
     path.iter()
-        .map(|&block| LocalBlockHash(1 + u64::from(block)))
+        .map(|&block| LocalBlockHash(mixed(1 + u64::from(block))))
         .collect()
+}
+
+/// Spreads a number over 64 bits, as a hash does: sequence hashes are sums, and those of small numbers would meet.
+const fn mixed(number: u64) -> u64 {
+    let number = number.wrapping_mul(0x9E37_79B9_7F4A_7C15);
+    let number = (number ^ (number >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+    let number = (number ^ (number >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+    number ^ (number >> 31)
 }

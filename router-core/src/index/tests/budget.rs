@@ -41,7 +41,7 @@ fn int(hash: u64) -> EngineKey {
 
 fn path(conversation: u64, blocks: u64) -> Vec<LocalBlockHash> {
     (0..blocks)
-        .map(|block| LocalBlockHash(conversation << 32 | block))
+        .map(|block| LocalBlockHash(fastrand::Rng::with_seed(conversation << 32 | block).u64(..)))
         .collect()
 }
 
