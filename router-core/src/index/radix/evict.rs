@@ -27,9 +27,10 @@ struct Use {
 impl RadixIndex {
     /// Forgets the least recently used blocks until about `bytes` are left, and returns how many keys went.
     ///
-    /// Pending runs go first, oldest first, since they are credited to nobody, and the idle room of tables. Then runs go by when a store or a lookup
-    /// last came by, to the accuracy of 64 stores; a run never goes before its children. Cost: a pass over
-    /// all runs and all keys of every slot, so bound well below what is kept; tables are cut to what they then hold.
+    /// Pending runs go first, oldest first, since they are credited to nobody, and the idle room of tables. Then runs go by
+    /// when a store or a lookup last came by, to the accuracy of 64 stores; a run never goes before its children. Cost: a
+    /// pass over all runs and all keys of every slot, so bound well below what is kept; tables are cut to what they then
+    /// hold.
     pub fn shrink_to(&self, bytes: usize) -> usize {
         let mut gone = self.drop_pending(bytes);
         self.drop_idle_room(bytes);
