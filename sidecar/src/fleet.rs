@@ -15,9 +15,9 @@ use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
 use crate::config::{Config, WorkerConfig, seconds};
+use crate::forward::breaker::{Breaker, State, Verdict};
+use crate::forward::upstream::Pool;
 use crate::metrics::{Metrics, WorkerMetrics};
-use crate::proxy::breaker::{Breaker, State, Verdict};
-use crate::proxy::upstream::Pool;
 
 /// One worker.
 #[derive(Debug)]

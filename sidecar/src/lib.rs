@@ -8,6 +8,7 @@ pub mod demo;
 pub mod engine;
 pub mod events;
 pub mod fleet;
+pub mod forward;
 pub mod handoff;
 pub mod metrics;
 pub mod net;

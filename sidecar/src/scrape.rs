@@ -14,7 +14,7 @@ use tracing::debug;
 
 use crate::config::{Config, seconds};
 use crate::fleet::{Fleet, Model, Probe, Worker};
-use crate::proxy::upstream::UpstreamError;
+use crate::forward::upstream::UpstreamError;
 
 mod exposition;
 

@@ -23,7 +23,7 @@ use tokio_util::task::TaskTracker;
 
 use super::Protocol;
 use crate::fleet::{InFlight, Worker};
-use crate::proxy::{Problem, ProxyBody};
+use crate::forward::{ClientBody, Problem};
 use crate::request::Endpoint;
 
 pub use metrics::HandoffMetrics;
@@ -189,7 +189,7 @@ impl Driver {
         request: DriveRequest,
         pair: Pair,
         close: CancellationToken,
-    ) -> Response<ProxyBody> {
+    ) -> Response<ClientBody> {
         let (answer, answered) = oneshot::channel();
         let client = Client::new(answer, close);
         let run = Run::new(Arc::clone(&self.shared), request, pair, client);

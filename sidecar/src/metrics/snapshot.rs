@@ -11,7 +11,7 @@ use prometheus_client::metrics::counter::ConstCounter;
 use prometheus_client::metrics::gauge::ConstGauge;
 
 use crate::fleet::Fleet;
-use crate::proxy::breaker::State;
+use crate::forward::breaker::State;
 
 /// One moment's state.
 #[derive(Debug)]

@@ -5,16 +5,17 @@ use std::time::Instant;
 
 use bytes::Bytes;
 use http_body_util::{BodyExt, Full};
-use hyper::{Request, Response, StatusCode, Uri};
+use hyper::{Request, Response, StatusCode};
 use kvlane::{Outcome, RequestGuard, Role, SelectRequest, WorkerId};
 use tokio_util::sync::CancellationToken;
 use tracing::{debug, warn};
 
-use super::breaker::Verdict;
 use super::stream::{Booking, ForwardBody};
-use super::upstream::{UpstreamBody, UpstreamError};
-use super::{Head, Proxy, ProxyBody, Refusal, headers};
+use super::{Head, Proxy, ProxyBody, Refusal};
 use crate::fleet::Worker;
+use crate::forward::breaker::Verdict;
+use crate::forward::upstream::{UpstreamBody, UpstreamError};
+use crate::forward::{add_debug, for_worker, towards_client, uri};
 use crate::request::Reading;
 
 /// A request on its way.
@@ -169,7 +170,7 @@ impl<'a> Attempt<'a> {
         *request.method_mut() = head.method.clone();
         *request.uri_mut() = uri(worker.config.url.prefix(), &head.path);
         *request.headers_mut() =
-            headers::for_worker(&head.headers, worker, dp_rank, &head.request_id, body.len());
+            for_worker(&head.headers, worker, dp_rank, &head.request_id, body.len());
         request
     }
 
@@ -263,9 +264,9 @@ impl<'a> Attempt<'a> {
             worker.id(),
             parts.status.as_u16(),
         );
-        headers::towards_client(&mut parts.headers);
+        towards_client(&mut parts.headers);
         if self.proxy.config.debug_headers {
-            headers::add_debug(
+            add_debug(
                 &mut parts.headers,
                 booking.decision(),
                 self.proxy.config.policy.as_str(),
@@ -280,15 +281,4 @@ impl<'a> Attempt<'a> {
         );
         Response::from_parts(parts, body.boxed_unsync())
     }
-}
-
-/// Joins a worker's path prefix and the request's own path and query.
-pub(crate) fn uri(prefix: &str, path: &Bytes) -> Uri {
-    if prefix.is_empty() {
-        return Uri::from_maybe_shared(path.clone()).unwrap_or_default();
-    }
-    let mut joined = Vec::with_capacity(prefix.len() + path.len());
-    joined.extend_from_slice(prefix.as_bytes());
-    joined.extend_from_slice(path);
-    Uri::from_maybe_shared(Bytes::from(joined)).unwrap_or_default()
 }

@@ -8,14 +8,10 @@
 //!   stream gets one error event and no `[DONE]`, anything else is cut off, and the client's connection is closed.
 //! - Headers by which a client could choose a destination are removed and never acted upon.
 
-pub mod breaker;
-pub mod upstream;
 pub mod usage;
 
 mod attempt;
 mod body;
-mod errors;
-mod headers;
 mod policy;
 mod split;
 mod stream;
@@ -25,8 +21,6 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
-use http_body_util::combinators::UnsyncBoxBody;
-use http_body_util::{BodyExt, Full};
 use hyper::body::Incoming;
 use hyper::{Method, Request, Response, StatusCode};
 use kvlane::Router;
@@ -34,20 +28,17 @@ use tokio_util::sync::CancellationToken;
 
 use crate::config::{Config, seconds};
 use crate::fleet::Fleet;
+use crate::forward::{request_id, towards_worker};
 use crate::metrics::Metrics;
 use crate::request::{Endpoint, Reader, Reading, Trusted};
 
-pub(crate) use attempt::uri;
-pub(crate) use errors::{Problem, error_body};
-pub(crate) use headers::{for_worker, towards_client};
+pub use crate::forward::ClientBody as ProxyBody;
+pub(crate) use crate::forward::{Problem, full};
 
 use attempt::Attempt;
 use body::BodyError;
 use policy::Chooser;
 use split::Splitter;
-
-/// A response body towards the client.
-pub type ProxyBody = UnsyncBoxBody<Bytes, Box<dyn std::error::Error + Send + Sync>>;
 
 /// The proxy: share it behind an `Arc`, and give it every request of every connection.
 #[derive(Debug)]
@@ -179,11 +170,11 @@ impl Proxy {
         let head = Head {
             endpoint: Endpoint::of(parts.uri.path()),
             path: Bytes::copy_from_slice(path.as_bytes()),
-            request_id: headers::request_id(&parts.headers),
+            request_id: request_id(&parts.headers),
             session,
             priority: priority.and_then(|text| text.parse().ok()).unwrap_or(0),
             started,
-            headers: headers::towards_worker(parts.headers),
+            headers: towards_worker(parts.headers),
             method: parts.method,
         };
         let body = body::read(
@@ -315,11 +306,4 @@ impl From<BodyError> for Refusal {
             ),
         }
     }
-}
-
-/// Wraps a complete body.
-pub(crate) fn full(body: impl Into<Bytes>) -> ProxyBody {
-    Full::new(body.into())
-        .map_err(|never| match never {})
-        .boxed_unsync()
 }

@@ -15,9 +15,10 @@ use serde_json::{Value, json};
 use tokio_util::sync::CancellationToken;
 use tracing::debug;
 
-use super::{Head, Proxy, ProxyBody, Timeouts, headers};
+use super::{Head, Proxy, ProxyBody, Timeouts};
 use crate::config::{Config, HandoffSettings, seconds};
 use crate::fleet::Members;
+use crate::forward::add_debug;
 use crate::handoff::{
     DriveLimits, DriveRequest, Driver, HandoffMetrics, Nixl, Pair, Side, check_splittable,
 };
@@ -161,7 +162,7 @@ impl Splitter {
         let status = response.status().as_u16();
         proxy.metrics.count_request(endpoint, worker, status);
         if proxy.config.debug_headers {
-            headers::add_debug(response.headers_mut(), &decision, "handoff");
+            add_debug(response.headers_mut(), &decision, "handoff");
         }
         response
     }

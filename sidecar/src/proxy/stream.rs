@@ -16,12 +16,12 @@ use tokio::time::Sleep;
 use tokio_util::sync::CancellationToken;
 use tracing::warn;
 
-use super::breaker::Verdict;
-use super::errors::error_body;
 use super::split::Lesson;
-use super::upstream::UpstreamBody;
 use super::usage::{EventLines, UsageScanner};
 use crate::fleet::{InFlight, Worker};
+use crate::forward::breaker::Verdict;
+use crate::forward::error_body;
+use crate::forward::upstream::UpstreamBody;
 use crate::request::Endpoint;
 
 /// A booked request until its end. Dropping it counts as a client that left.

@@ -13,7 +13,7 @@ use tokio::sync::{mpsc, oneshot};
 use tokio_util::sync::CancellationToken;
 
 use super::leg::LegError;
-use crate::proxy::{Problem, ProxyBody, error_body, full, towards_client};
+use crate::forward::{ClientBody, Problem, error_body, full, towards_client};
 
 /// Where the answer goes.
 #[derive(Debug)]
@@ -24,7 +24,7 @@ pub(super) struct Client {
 
 #[derive(Debug)]
 enum State {
-    Waiting(oneshot::Sender<Response<ProxyBody>>),
+    Waiting(oneshot::Sender<Response<ClientBody>>),
     Streaming(mpsc::Sender<Bytes>),
     Answered,
 }
@@ -34,7 +34,7 @@ const QUEUED_PIECES: usize = 16;
 
 impl Client {
     pub(super) const fn new(
-        answer: oneshot::Sender<Response<ProxyBody>>,
+        answer: oneshot::Sender<Response<ClientBody>>,
         close: CancellationToken,
     ) -> Self {
         Self {
@@ -53,7 +53,7 @@ impl Client {
     }
 
     /// Answers with a complete body.
-    pub(super) fn answer(&mut self, response: Response<ProxyBody>) {
+    pub(super) fn answer(&mut self, response: Response<ClientBody>) {
         if let State::Waiting(answer) = std::mem::replace(&mut self.state, State::Answered) {
             // A client that left meanwhile misses nothing.
             let _ = answer.send(response);

@@ -13,10 +13,10 @@ use tokio::task::AbortHandle;
 
 use super::{DriveLimits, DriveRequest, Side};
 use crate::fleet::Worker;
+use crate::forward::breaker::Verdict;
+use crate::forward::upstream::{UpstreamBody, UpstreamError};
+use crate::forward::{ClientBody, for_worker, full, towards_client, uri};
 use crate::handoff::{Attempt, Failure, Leg};
-use crate::proxy::breaker::Verdict;
-use crate::proxy::upstream::{UpstreamBody, UpstreamError};
-use crate::proxy::{ProxyBody, for_worker, full, towards_client, uri};
 
 /// What a leg reports.
 #[derive(Debug)]
@@ -48,7 +48,7 @@ impl LegError {
     }
 
     /// Makes the worker's answer the client's.
-    pub(super) fn into_response(self) -> Option<Response<ProxyBody>> {
+    pub(super) fn into_response(self) -> Option<Response<ClientBody>> {
         let (mut parts, body) = self.answer?;
         towards_client(&mut parts.headers);
         Some(Response::from_parts(*parts, full(body)))

@@ -38,7 +38,7 @@ const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
 const DP_RANK: HeaderName = HeaderName::from_static("x-data-parallel-rank");
 
 /// Removes what must not reach a worker. The announced length stays until the request is sent.
-pub(super) fn towards_worker(mut headers: HeaderMap) -> HeaderMap {
+pub(crate) fn towards_worker(mut headers: HeaderMap) -> HeaderMap {
     remove_hop_by_hop(&mut headers);
     for name in &ROUTING {
         headers.remove(name);
@@ -86,7 +86,7 @@ pub(crate) fn towards_client(headers: &mut HeaderMap) {
 }
 
 /// Adds what `debug_headers` promises.
-pub(super) fn add_debug(headers: &mut HeaderMap, decision: &Decision, policy: &'static str) {
+pub(crate) fn add_debug(headers: &mut HeaderMap, decision: &Decision, policy: &'static str) {
     let cost = decision.cost.total;
     let summary = format!(
         "policy={policy}; cost={cost:.3}; request_blocks={}; predicted_cached_tokens={}; dp_rank={}; candidates={}",
@@ -112,7 +112,7 @@ pub(super) fn add_debug(headers: &mut HeaderMap, decision: &Decision, policy: &'
 }
 
 /// Returns the request's own id, or makes one.
-pub(super) fn request_id(headers: &HeaderMap) -> String {
+pub(crate) fn request_id(headers: &HeaderMap) -> String {
     let given = headers
         .get(REQUEST_ID)
         .and_then(|value| value.to_str().ok())

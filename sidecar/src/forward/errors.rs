@@ -4,7 +4,7 @@ use hyper::header::{CONTENT_TYPE, HeaderValue, RETRY_AFTER};
 use hyper::{Response, StatusCode};
 use serde_json::json;
 
-use super::{ProxyBody, full};
+use super::{ClientBody, full};
 
 /// An error to answer with.
 #[derive(Debug)]
@@ -22,7 +22,7 @@ impl Problem {
     }
 
     /// Builds the answer.
-    pub(crate) fn response(&self) -> Response<ProxyBody> {
+    pub(crate) fn response(&self) -> Response<ClientBody> {
         let mut response = Response::new(full(error_body(self.status, &self.message)));
         *response.status_mut() = self.status;
         let headers = response.headers_mut();
