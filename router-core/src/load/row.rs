@@ -82,6 +82,10 @@ pub(crate) mod flag {
         }
     }
 
+    pub(crate) fn with_role(flags: u32, role: Role) -> u32 {
+        flags & !(SERVES_PREFILL | SERVES_DECODE | SERVES_BOTH) | of_role(role)
+    }
+
     pub(crate) const fn with_trust(flags: u32, state: TrustState) -> u32 {
         flags & !TRUST | (state as u32) << TRUST_AT
     }
@@ -120,6 +124,13 @@ impl Row {
         } else {
             self.flags.fetch_and(!bit, Ordering::Relaxed);
         }
+    }
+
+    pub(crate) fn set_role(&self, role: Role) {
+        // In one step: a decision must not see a target that serves nothing.
+        let change = |flags| Some(flag::with_role(flags, role));
+        let (set, fetch) = (Ordering::Relaxed, Ordering::Relaxed);
+        let _ = self.flags.fetch_update(set, fetch, change);
     }
 
     pub(crate) fn set_belief(&self, state: TrustState, fidelity: f64) {

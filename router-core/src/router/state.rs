@@ -1,13 +1,13 @@
 //! What a router holds.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 use std::time::Instant;
 
 use crate::config::{IndexMode, RouterConfig};
 use crate::event::SkipCounts;
 use crate::event::gap::SequenceTracker;
-use crate::ids::{Slot, WorkerRank};
+use crate::ids::{Role, Slot, WorkerRank};
 use crate::index::{OrphanLimits, PrefixIndex, RadixIndex, Tier, TtlIndex};
 use crate::load::TargetLoad;
 use crate::load::active::ActiveIndex;
@@ -69,11 +69,19 @@ pub(super) struct Counts {
 #[derive(Debug)]
 pub(super) struct Worker {
     pub(super) spec: WorkerSpec,
+    pub(super) duty: Mutex<Duty>,
     pub(super) draining: AtomicBool,
     pub(super) available: AtomicBool,
     pub(super) targets: Vec<Arc<Target>>,
     /// KV capacity of one rank in blocks; 0 when unknown.
     pub(super) capacity: AtomicUsize,
+}
+
+/// What may be changed of a worker without a new life of it.
+#[derive(Debug)]
+pub(super) struct Duty {
+    pub(super) role: Role,
+    pub(super) labels: BTreeMap<String, String>,
 }
 
 /// One rank of one worker's life.
@@ -274,7 +282,7 @@ impl Inner {
 impl Worker {
     /// The flags that a decision looks at, without trust and rank.
     pub(super) fn flags(&self) -> u32 {
-        flag::PRESENT | flag::of_role(self.spec.role)
+        flag::PRESENT | flag::of_role(self.duty.lock().role)
     }
 
     pub(super) fn capacity_blocks(&self) -> Option<usize> {

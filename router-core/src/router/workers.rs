@@ -1,18 +1,20 @@
 //! Workers join, leave, drain, and are listed.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Instant;
 
 use crate::error::{Error, Result};
-use crate::ids::WorkerRank;
+use crate::ids::{Role, WorkerRank};
 use crate::index::{PrefixIndex, TierBlocks};
 use crate::load::row::flag;
 use crate::load::{LoadReport, TargetLoad};
+use crate::sync::Mutex;
 use crate::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use crate::worker::{RankTrust, WorkerInfo, WorkerSpec};
 
 use super::Router;
-use super::state::{Target, Worker};
+use super::state::{Duty, Target, Worker};
 
 impl Router {
     /// Registers a worker.
@@ -41,7 +43,12 @@ impl Router {
         }
         registry.lives += 1;
         let life = registry.lives;
+        let duty = Duty {
+            role: spec.role,
+            labels: spec.labels.clone(),
+        };
         let mut worker = Worker {
+            duty: Mutex::new(duty),
             draining: AtomicBool::new(false),
             available: AtomicBool::new(true),
             capacity: AtomicUsize::new(spec.kv_capacity_blocks.unwrap_or(0)),
@@ -105,12 +112,52 @@ impl Router {
     /// # Errors
     /// Unknown worker.
     pub fn drain_worker(&self, id: &str) -> Result<()> {
+        self.set_draining(id, true)
+    }
+
+    /// Takes back [`drain_worker`](Self::drain_worker): the worker is given requests again, and has kept its cache.
+    ///
+    /// # Errors
+    /// Unknown worker.
+    pub fn undrain_worker(&self, id: &str) -> Result<()> {
+        self.set_draining(id, false)
+    }
+
+    fn set_draining(&self, id: &str, draining: bool) -> Result<()> {
         let workers = self.inner.workers.read();
         let worker = workers.worker(id)?;
-        worker.draining.store(true, Ordering::Relaxed);
+        worker.draining.store(draining, Ordering::Relaxed);
         for target in &worker.targets {
-            self.inner.row(target.slot).set_flag(flag::DRAINING, true);
+            let row = self.inner.row(target.slot);
+            row.set_flag(flag::DRAINING, draining);
         }
+        Ok(())
+    }
+
+    /// Changes what a worker does. What is known of its caches stays, and so do its bookings; decisions that begin afterwards
+    /// see the new role.
+    ///
+    /// # Errors
+    /// Unknown worker.
+    pub fn set_role(&self, id: &str, role: Role) -> Result<()> {
+        let workers = self.inner.workers.read();
+        let worker = workers.worker(id)?;
+        // Held to the end: of two changes at once, all ranks follow the later.
+        let mut duty = worker.duty.lock();
+        duty.role = role;
+        for target in &worker.targets {
+            self.inner.row(target.slot).set_role(role);
+        }
+        Ok(())
+    }
+
+    /// Changes the labels that [`workers`](Self::workers) reports of a worker.
+    ///
+    /// # Errors
+    /// Unknown worker.
+    pub fn set_labels(&self, id: &str, labels: BTreeMap<String, String>) -> Result<()> {
+        let workers = self.inner.workers.read();
+        workers.worker(id)?.duty.lock().labels = labels;
         Ok(())
     }
 
@@ -272,10 +319,11 @@ impl Router {
     }
 
     fn describe(&self, worker: &Worker, now: Instant) -> WorkerInfo {
+        let duty = worker.duty.lock();
         let mut info = WorkerInfo {
             id: worker.spec.id.clone(),
             dp_ranks: worker.spec.dp_ranks,
-            role: worker.spec.role,
+            role: duty.role,
             draining: worker.draining.load(Ordering::Relaxed),
             available: worker.available.load(Ordering::Relaxed),
             active_requests: 0,
@@ -284,9 +332,10 @@ impl Router {
             index_blocks: TierBlocks::default(),
             predicted_blocks: 0,
             kv_capacity_blocks: worker.capacity_blocks(),
-            labels: worker.spec.labels.clone(),
+            labels: duty.labels.clone(),
             trust: Vec::with_capacity(worker.targets.len()),
         };
+        drop(duty);
         for target in &worker.targets {
             self.inner.with_load(target, |load| {
                 info.active_requests += load.requests();

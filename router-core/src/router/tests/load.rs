@@ -1,5 +1,6 @@
 use crate::config::Overrides;
-use crate::ids::WorkerId;
+use crate::error::ErrorKind;
+use crate::ids::{Role, WorkerId};
 use crate::load::LoadReport;
 
 use super::*;
@@ -264,6 +265,41 @@ fn filters_come_before_cost() {
     bench.router.set_available("w2", false).unwrap();
     assert_eq!(select(&request), None);
     assert_eq!(bench.router.stats().no_worker, 2);
+}
+
+#[test]
+fn a_role_changes_without_a_new_life() {
+    let bench = Bench::new(&["w1", "w2"], |_| {});
+    bench.ingest("w1", None, vec![store(&[1, 2], None, t(0, 8))]);
+    let prompt = bench.prompt(&t(0, 8));
+    let chosen = |role| {
+        let mut request = SelectRequest::new(&prompt);
+        request.role = Some(role);
+        let booked = bench.router.select(&request, bench.start).unwrap();
+        booked.map(|guard| guard.worker().to_owned())
+    };
+    let held = bench
+        .router
+        .book("w1", None, &SelectRequest::new(&prompt), bench.start)
+        .unwrap();
+    bench.router.set_role("w1", Role::Prefill).unwrap();
+    assert_eq!(chosen(Role::Prefill).as_deref(), Some("w1"));
+    assert_eq!(chosen(Role::Decode).as_deref(), Some("w2"));
+    assert_eq!(chosen(Role::Both).as_deref(), Some("w2"));
+    bench.router.drain_worker("w2").unwrap();
+    assert_eq!(chosen(Role::Decode), None);
+    bench.router.set_role("w1", Role::Decode).unwrap();
+    assert_eq!(chosen(Role::Decode).as_deref(), Some("w1"));
+    bench.router.undrain_worker("w2").unwrap();
+    assert_eq!(chosen(Role::Prefill).as_deref(), Some("w2"));
+    let labels = [("zone".to_owned(), "a".to_owned())].into();
+    bench.router.set_labels("w1", labels).unwrap();
+    let info = &bench.router.workers(bench.start)[0];
+    assert_eq!((info.role, info.active_requests), (Role::Decode, 1));
+    assert_eq!((info.index_blocks.device, &*info.labels["zone"]), (2, "a"));
+    held.release(&Outcome::ok(), bench.start);
+    let unknown = bench.router.set_role("w9", Role::Both).unwrap_err();
+    assert_eq!(unknown.kind(), ErrorKind::UnknownWorker);
 }
 
 #[test]
