@@ -9,12 +9,14 @@ use http_body_util::{BodyExt, Limited};
 use hyper::body::Incoming;
 use hyper::header::{AUTHORIZATION, CONTENT_TYPE, HOST, HeaderValue, ORIGIN};
 use hyper::{HeaderMap, Method, Request, Response, StatusCode};
-use kvlane::ErrorKind;
+use kvlane::{ErrorKind, Role};
+use serde::Deserialize;
 use serde_json::{Map, Value, json};
 
 use crate::app::App;
 use crate::config::WorkerConfig;
 use crate::net::HostPort;
+use crate::pool::manager::ChangeError;
 use crate::proxy::{Problem, ProxyBody, full};
 use crate::request::{Endpoint, Trusted};
 
@@ -51,9 +53,15 @@ async fn answer(app: &App, request: Request<Incoming>) -> Answer {
         (&Method::POST, "/v1/workers") => add_worker(app, &read(body).await?),
         (&Method::POST, "/v1/overlap") => overlap(app, &read(body).await?).await,
         (&Method::POST, path) => match worker_call(path) {
-            Some((id, "drain")) => {
-                done(app.drain_worker(&id), &json!({"id": id, "draining": true}))
-            }
+            Some((id, "drain")) => done(
+                app.drain_worker(&id, true),
+                &json!({"id": id, "draining": true}),
+            ),
+            Some((id, "undrain")) => done(
+                app.drain_worker(&id, false),
+                &json!({"id": id, "draining": false}),
+            ),
+            Some((id, "role")) => set_role(app, &id, &read(body).await?),
             Some((id, "clear")) => done(
                 app.router.clear(&id, None),
                 &json!({"id": id, "cleared": true}),
@@ -78,8 +86,8 @@ fn get(app: &App, path: &str, query: &str) -> Answer {
             &json!({
                 "name": "kvlane",
                 "version": env!("CARGO_PKG_VERSION"),
-                "get": ["/livez", "/readyz", "/metrics", "/v1/workers", "/v1/decisions?limit=N", "/v1/config", "/v1/handoff"],
-                "post": ["/v1/workers", "/v1/workers/{id}/drain", "/v1/workers/{id}/clear", "/v1/overlap"],
+                "get": ["/livez", "/readyz", "/metrics", "/v1/workers", "/v1/pool", "/v1/decisions?limit=N", "/v1/config", "/v1/handoff"],
+                "post": ["/v1/workers", "/v1/workers/{id}/drain", "/v1/workers/{id}/undrain", "/v1/workers/{id}/role", "/v1/workers/{id}/clear", "/v1/overlap"],
                 "delete": ["/v1/workers/{id}"],
             }),
         )),
@@ -94,6 +102,7 @@ fn get(app: &App, path: &str, query: &str) -> Answer {
             StatusCode::OK,
             &json!({"workers": list_workers(app)}),
         )),
+        "/v1/pool" => Ok(json_response(StatusCode::OK, &pool(app))),
         "/v1/decisions" => decisions(app, query),
         "/v1/config" => Ok(json_response(StatusCode::OK, &json!(*app.config))),
         "/v1/handoff" => Ok(json_response(
@@ -143,7 +152,10 @@ fn authorise(app: &App, headers: &HeaderMap) -> Result<(), Problem> {
 }
 
 fn metrics(app: &App) -> Answer {
-    let text = app.metrics.encode(&app.router, &app.fleet).map_err(|_| {
+    let encoded = app
+        .metrics
+        .encode(&app.router, &app.fleet, app.pool.report());
+    let text = encoded.map_err(|_| {
         Problem::new(
             StatusCode::INTERNAL_SERVER_ERROR,
             "the metrics could not be written",
@@ -171,6 +183,12 @@ fn list_workers(app: &App) -> Vec<Value> {
                 Value::from(worker.breaker_state().as_str()),
             );
             object.insert("in_flight".to_owned(), json!(worker.in_flight()));
+            let (state, cause) = worker.state();
+            object.insert("state".to_owned(), json!(state));
+            object.insert("cause".to_owned(), json!(cause));
+            object.insert("epoch".to_owned(), json!(worker.epoch()));
+            object.insert("source".to_owned(), json!(**worker.source()));
+            object.insert("instance".to_owned(), json!(worker.instance()));
             let models: Vec<_> = worker
                 .models()
                 .iter()
@@ -216,15 +234,57 @@ fn add_worker(app: &App, body: &[u8]) -> Answer {
     })?;
     let worker = WorkerConfig::from_fields(&fields)
         .map_err(|error| Problem::new(StatusCode::BAD_REQUEST, &error))?;
-    if app.fleet.members().find(worker.id.as_str()).is_some() {
-        let message = format!(
-            "worker {:?} is registered already; remove it first",
-            worker.id
-        );
-        return Err(Problem::new(StatusCode::CONFLICT, &message));
+    let (id, added) = (worker.id.clone(), json!(worker));
+    match app.add_worker(worker) {
+        Err(ChangeError::Taken { source }) => {
+            let message =
+                format!("worker {id:?} is registered already, by source {source}; remove it first");
+            Err(Problem::new(StatusCode::CONFLICT, &message))
+        }
+        Err(ChangeError::Refused(error)) => done(Err(error), &added),
+        Ok(()) => done(Ok(()), &added),
     }
-    let added = json!(worker);
-    done(app.add_worker(worker), &added)
+}
+
+/// Changes what a worker does.
+fn set_role(app: &App, id: &str, body: &[u8]) -> Answer {
+    #[derive(Deserialize)]
+    #[serde(deny_unknown_fields)]
+    struct Wanted {
+        role: Role,
+    }
+    let wanted: Wanted = serde_json::from_slice(body).map_err(|error| {
+        let message = format!(
+            "a JSON object with role is accepted, which is prefill, decode or both: {error}"
+        );
+        Problem::new(StatusCode::BAD_REQUEST, &message)
+    })?;
+    done(
+        app.set_role(id, wanted.role),
+        &json!({"id": id, "role": wanted.role}),
+    )
+}
+
+/// Tells of the members, of the sources that told of them, and of what these disagree about.
+fn pool(app: &App) -> Value {
+    let members = app.fleet.members();
+    let members = members.list().iter().map(|worker| {
+        let (state, cause) = worker.state();
+        json!({
+            "id": worker.id(),
+            "source": **worker.source(),
+            "instance": worker.instance(),
+            "epoch": worker.epoch(),
+            "role": worker.role(),
+            "state": state,
+            "cause": cause,
+            "in_flight": worker.in_flight(),
+        })
+    });
+    let members: Vec<Value> = members.collect();
+    let mut pool = json!(app.pool.report());
+    pool["members"] = Value::from(members);
+    pool
 }
 
 /// Tells what the index knows of a prompt, given as `tokens`, `prompt` or `messages`.

@@ -1,19 +1,24 @@
 //! The parts of `kvlane serve`, put together, and what may be done to them while they run.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
-use kvlane::{IndexMode, Router, TrustState};
+use kvlane::{IndexMode, Role, Router, TrustState, WorkerId};
 use parking_lot::Mutex;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use tracing::{info, warn};
 
-use crate::config::{Config, WorkerConfig};
+use crate::config::{Config, WorkerConfig, seconds};
 use crate::events::EventStreams;
 use crate::fleet::Fleet;
 use crate::metrics::Metrics;
+use crate::pool::manager::{ChangeError, Hands, Manager};
+use crate::pool::member::Fact;
+use crate::pool::roster::{Phase, Roster, RosterReader, Sighting};
+use crate::pool::sources::{Absence, Feed, Report};
 use crate::proxy::Proxy;
 use crate::request::{Reader, Tokenize};
 use crate::scrape;
@@ -33,6 +38,8 @@ pub struct App {
     pub reader: Arc<Reader>,
     /// The proxy.
     pub proxy: Arc<Proxy>,
+    /// Which workers there should be.
+    pub pool: Manager,
     events: EventStreams,
     /// Held while a worker is added or removed: half of one change must not mix with another of the same id, or a removed
     /// worker's events would be followed on.
@@ -73,6 +80,7 @@ impl App {
             Arc::clone(&metrics),
         )?);
         Ok(Arc::new(Self {
+            pool: Manager::new(seconds(config.drain_seconds)),
             events: EventStreams::new((*router).clone()),
             changing: Mutex::new(()),
             config,
@@ -87,58 +95,135 @@ impl App {
         }))
     }
 
-    /// Adds a worker and begins to follow its health, its load and, unless `index` is approximate, its events.
-    ///
-    /// # Errors
-    /// Its id is taken, or its events cannot be followed.
-    pub fn add_worker(&self, config: WorkerConfig) -> kvlane::Result<()> {
-        let _changing = self.changing.lock();
-        let worker = self.fleet.add(config, Instant::now())?;
-        if self.config.router.index == IndexMode::Events
-            && let Err(error) = self.events.follow(&worker.config)
-        {
-            self.fleet.remove(worker.id())?;
-            return Err(error);
-        }
-        info!(worker = worker.id(), url = %worker.config.url, events = worker.config.events, "worker added");
-        let follow = scrape::follow(
-            worker,
-            Arc::clone(&self.fleet),
-            Arc::clone(&self.router),
-            Arc::clone(&self.config),
-        );
+    /// Starts a source of workers under a name of its own. `run` publishes on its feed for as long as it runs; when it returns,
+    /// the source lists nothing any more. It ends when the sidecar stops.
+    pub fn start_source<F>(
+        self: &Arc<Self>,
+        name: &str,
+        absence: Absence,
+        run: impl FnOnce(Feed) -> F,
+    ) where
+        F: Future<Output = ()> + Send + 'static,
+    {
+        let (roster, reader) = Roster::new();
+        let report = self.follow_roster(name, absence, reader);
         let stop = self.stop.clone();
+        let source = run(Feed {
+            roster,
+            report,
+            stop: stop.clone(),
+        });
         self.tasks.spawn(async move {
             tokio::select! {
+                // What the source still lists stays until the very end.
+                biased;
                 () = stop.cancelled() => {}
-                () = follow => {}
+                () = source => {}
             }
         });
-        Ok(())
     }
 
-    /// Removes a worker; nothing of its events is applied after this returns.
+    /// Keeps the fleet as a source lists it, under a name of its own, until the sidecar stops. What it lists already is there
+    /// when this returns.
+    pub fn follow_roster(
+        self: &Arc<Self>,
+        name: &str,
+        absence: Absence,
+        mut reader: RosterReader,
+    ) -> Report {
+        let (source, report) = self.pool.attach(name, absence);
+        let (app, stop) = (Arc::clone(self), self.stop.clone());
+        let list = reader.borrow_and_update().clone();
+        self.pool.listed(source, list, &**self, Instant::now());
+        self.tasks.spawn(async move {
+            loop {
+                let changed = tokio::select! {
+                    // A source that ends because the sidecar does has not lost its workers.
+                    biased;
+                    () = stop.cancelled() => return,
+                    changed = reader.changed() => changed,
+                };
+                let list = match changed {
+                    Ok(()) => reader.borrow_and_update().clone(),
+                    Err(_) => Vec::new(),
+                };
+                app.pool.listed(source, list, &*app, Instant::now());
+                if changed.is_err() {
+                    return;
+                }
+            }
+        });
+        report
+    }
+
+    /// Lists workers that are there from the start, as one source.
+    ///
+    /// # Errors
+    /// Why the first of them cannot be added.
+    pub fn add_configured(self: &Arc<Self>, workers: &[WorkerConfig]) -> Result<(), String> {
+        let list = workers.iter().cloned().map(|worker| Sighting {
+            worker,
+            instance: String::new(),
+            phase: Phase::Serving,
+        });
+        let (source, _) = self.pool.attach("config", Absence::Left);
+        self.pool
+            .listed(source, list.collect(), &**self, Instant::now());
+        let refused = self
+            .pool
+            .report()
+            .sources
+            .into_iter()
+            .flat_map(|source| source.refused);
+        match refused.into_iter().next() {
+            Some((_, cause)) => Err(cause),
+            None => Ok(()),
+        }
+    }
+
+    /// Adds a worker, as an operator asks.
+    ///
+    /// # Errors
+    /// Its name is taken, or it cannot be added.
+    pub fn add_worker(&self, worker: WorkerConfig) -> Result<(), ChangeError> {
+        self.pool.add(worker, self, Instant::now())
+    }
+
+    /// Removes a worker at once, as an operator asks; nothing of its events is applied after this returns. Its source does not
+    /// bring it back before it tells of another life of it.
     ///
     /// # Errors
     /// It is unknown.
     pub fn remove_worker(&self, id: &str) -> kvlane::Result<()> {
-        let _changing = self.changing.lock();
-        if self.fleet.members().find(id).is_some() {
-            self.events.unfollow(id);
+        let worker = self.fleet.worker(id)?;
+        if self.pool.dismiss(&worker.config.id, self, Instant::now()) {
+            return Ok(());
         }
-        self.fleet.remove(id)?;
-        info!(worker = id, "worker removed");
-        Ok(())
+        // Removed by somebody else meanwhile.
+        self.fleet.worker(id).map(|_| ())
     }
 
-    /// Gives a worker no new requests.
+    /// Gives a worker no new requests, or gives it some again.
     ///
     /// # Errors
     /// It is unknown.
-    pub fn drain_worker(&self, id: &str) -> kvlane::Result<()> {
-        self.fleet.drain(id)?;
-        info!(worker = id, "worker draining");
+    pub fn drain_worker(&self, id: &str, drain: bool) -> kvlane::Result<()> {
+        self.fleet.worker(id)?.learn(Fact::DrainAsked(drain));
+        info!(worker = id, drain, "an operator changed the drain");
         Ok(())
+    }
+
+    /// Changes what a worker does, until its source says otherwise. It keeps its cache, and finishes what it has.
+    ///
+    /// # Errors
+    /// It is unknown.
+    pub fn set_role(&self, id: &str, role: Role) -> kvlane::Result<()> {
+        let worker = self.fleet.worker(id)?;
+        if worker.set_role(role) {
+            info!(worker = id, role = role.name(), "role changed");
+            return Ok(());
+        }
+        self.fleet.worker(id).map(|_| ())
     }
 
     /// Tells whether new requests can be served.
@@ -160,6 +245,7 @@ impl App {
             worker.tick(now);
             worker.pool.sweep();
         }
+        self.pool.tick(self, now);
         for change in self.router.take_trust_changes() {
             let (worker, dp_rank) = (&change.target.worker, change.target.dp_rank);
             let cause = change.cause.as_deref().unwrap_or("");
@@ -174,5 +260,72 @@ impl App {
     /// Ends the event streams.
     pub fn stop_events(&self) {
         self.events.stop();
+    }
+}
+
+impl Hands for App {
+    fn add(&self, sighting: &Sighting, source: &Arc<str>) -> kvlane::Result<()> {
+        let _changing = self.changing.lock();
+        let worker = self
+            .fleet
+            .join(sighting.clone(), Arc::clone(source), Instant::now())?;
+        if self.config.router.index == IndexMode::Events
+            && let Err(error) = self.events.follow(&worker.config)
+        {
+            self.fleet.remove(worker.id())?;
+            return Err(error);
+        }
+        info!(
+            worker = worker.id(),
+            url = %worker.config.url,
+            events = worker.config.events,
+            source = &**source,
+            epoch = %worker.epoch(),
+            "worker added"
+        );
+        let follow = scrape::follow(worker, Arc::clone(&self.fleet), Arc::clone(&self.config));
+        let stop = self.stop.clone();
+        self.tasks.spawn(async move {
+            tokio::select! {
+                () = stop.cancelled() => {}
+                () = follow => {}
+            }
+        });
+        Ok(())
+    }
+
+    fn remove(&self, id: &WorkerId, why: &str) {
+        let _changing = self.changing.lock();
+        self.events.unfollow(id.as_str());
+        match self.fleet.remove(id.as_str()) {
+            Ok(()) => info!(worker = %id, why, "worker removed"),
+            Err(error) => warn!(worker = %id, cause = %error, "worker could not be removed"),
+        }
+    }
+
+    fn learn(&self, id: &WorkerId, fact: Fact) {
+        if let Some(worker) = self.fleet.members().find(id.as_str()) {
+            worker.learn(fact);
+            let (state, cause) = worker.state();
+            info!(worker = %id, state = state.as_str(), cause, "a source changed a worker");
+        }
+    }
+
+    fn set_role(&self, id: &WorkerId, role: Role) {
+        // Members change under the manager's lock alone, so it is there.
+        let _ = Self::set_role(self, id.as_str(), role);
+    }
+
+    fn set_labels(&self, id: &WorkerId, labels: BTreeMap<String, String>) {
+        if let Some(worker) = self.fleet.members().find(id.as_str()) {
+            worker.tell(|router, id| router.set_labels(id, labels));
+        }
+    }
+
+    fn is_done(&self, id: &WorkerId) -> bool {
+        let members = self.fleet.members();
+        members
+            .find(id.as_str())
+            .is_none_or(|worker| worker.in_flight() == 0 || worker.is_silent())
     }
 }

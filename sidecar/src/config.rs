@@ -69,6 +69,9 @@ pub struct Config {
     pub client_idle_timeout_seconds: f64,
     /// Seconds that open requests have to finish after the first termination signal (default 30).
     pub shutdown_seconds: f64,
+    /// Seconds that a worker which leaves the pool has to finish its requests (default 120). Turning it up keeps addresses
+    /// longer of which only an open request says that somebody is there.
+    pub drain_seconds: f64,
     /// Seconds between two readings of a worker's metrics (default 1).
     pub scrape_interval_seconds: f64,
     /// Seconds between two health checks of a worker (default 2).
@@ -111,6 +114,7 @@ impl Default for Config {
             response_idle_timeout_seconds: 300.0,
             client_idle_timeout_seconds: 60.0,
             shutdown_seconds: 30.0,
+            drain_seconds: 120.0,
             scrape_interval_seconds: 1.0,
             health_interval_seconds: 2.0,
             breaker_threshold: 3,
@@ -273,7 +277,10 @@ pub(crate) fn seconds(value: f64) -> Duration {
     Duration::try_from_secs_f64(value).unwrap_or(Duration::MAX)
 }
 
-fn display<T: fmt::Display, S: Serializer>(value: &T, serializer: S) -> Result<S::Ok, S::Error> {
+pub(crate) fn display<T: fmt::Display, S: Serializer>(
+    value: &T,
+    serializer: S,
+) -> Result<S::Ok, S::Error> {
     serializer.collect_str(value)
 }
 

@@ -17,6 +17,7 @@ use prometheus_client::registry::Registry;
 use crate::config::PolicyKind;
 use crate::fleet::Fleet;
 use crate::handoff::HandoffMetrics;
+use crate::pool::manager::PoolReport;
 use crate::request::Endpoint;
 use kvlane::Router;
 
@@ -225,11 +226,16 @@ impl Metrics {
     ///
     /// # Errors
     /// None in practice: writing to a string does not fail.
-    pub fn encode(&self, router: &Router, fleet: &Fleet) -> Result<String, std::fmt::Error> {
+    pub fn encode(
+        &self,
+        router: &Router,
+        fleet: &Fleet,
+        pool: PoolReport,
+    ) -> Result<String, std::fmt::Error> {
         let mut text = String::new();
         prometheus_text::encode(&mut text, &self.registry)?;
         let mut state = Registry::with_prefix("kvlane");
-        state.register_collector(Box::new(snapshot::Snapshot::take(router, fleet)));
+        state.register_collector(Box::new(snapshot::Snapshot::take(router, fleet, pool)));
         prometheus_text::encode(&mut text, &state)?;
         Ok(text)
     }

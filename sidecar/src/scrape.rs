@@ -8,28 +8,24 @@ use bytes::{Bytes, BytesMut};
 use http_body_util::{BodyExt, Full};
 use hyper::header::{ACCEPT, HOST, HeaderValue};
 use hyper::{Request, StatusCode};
-use kvlane::{LoadReport, Router};
+use kvlane::LoadReport;
 use serde::Deserialize;
 use tracing::debug;
 
 use crate::config::{Config, seconds};
-use crate::fleet::{Fleet, Model, Probe, Worker};
+use crate::fleet::{Fleet, Model, Worker};
 use crate::forward::upstream::UpstreamError;
+use crate::pool::member::Probe;
 
 mod exposition;
 
 pub use exposition::{EngineReport, Load, parse};
 
 /// Follows one worker until it is removed.
-pub async fn follow(
-    worker: Arc<Worker>,
-    fleet: Arc<Fleet>,
-    router: Arc<Router>,
-    config: Arc<Config>,
-) {
+pub async fn follow(worker: Arc<Worker>, fleet: Arc<Fleet>, config: Arc<Config>) {
     let removed = worker.removed().clone();
     let probes = probe_loop(&worker, &fleet, seconds(config.health_interval_seconds));
-    let readings = read_loop(&worker, &router, seconds(config.scrape_interval_seconds));
+    let readings = read_loop(&worker, seconds(config.scrape_interval_seconds));
     tokio::select! {
         () = removed.cancelled() => {}
         () = async { tokio::join!(probes, readings); } => {}
@@ -122,18 +118,15 @@ async fn learn_models(worker: &Worker, fleet: &Fleet) {
 }
 
 /// Reads load and capacity.
-async fn read_loop(worker: &Worker, router: &Router, interval: Duration) {
+async fn read_loop(worker: &Worker, interval: Duration) {
     // Workers added together are asked at different moments.
     tokio::time::sleep(interval.mul_f64(fastrand::f64() * 0.2)).await;
     loop {
         let asked = Instant::now();
         match get(worker, "/metrics", 8 << 20, interval.max(MIN_PROBE_TIMEOUT)).await {
-            Ok((StatusCode::OK, body)) => apply(
-                worker,
-                router,
-                &parse(&String::from_utf8_lossy(&body)),
-                asked,
-            ),
+            Ok((StatusCode::OK, body)) => {
+                apply(worker, &parse(&String::from_utf8_lossy(&body)), asked);
+            }
             Ok(_) => {}
             Err(error) => {
                 worker.metrics.scrape_failures.inc();
@@ -144,31 +137,32 @@ async fn read_loop(worker: &Worker, router: &Router, interval: Duration) {
     }
 }
 
-fn apply(worker: &Worker, router: &Router, report: &EngineReport, asked: Instant) {
-    let now = Instant::now();
-    let id = worker.id();
-    // The worker may be removed at any moment; then nobody wants to know.
+fn apply(worker: &Worker, report: &EngineReport, asked: Instant) {
     if let Some(born) = report.born {
         worker.noted_birth(born);
     }
-    let ranks_are_told_apart = report.loads.len() > 1 && worker.config.dp_ranks > 1;
-    if ranks_are_told_apart {
-        for (dp_rank, load) in &report.loads {
-            let _ = router.report_load(id, Some(*dp_rank), as_report(load), asked);
+    // The worker may have been removed while it answered, and another may have its name: then nobody wants to know.
+    worker.tell(|router, id| {
+        let ranks_are_told_apart = report.loads.len() > 1 && worker.config.dp_ranks > 1;
+        if ranks_are_told_apart {
+            for (dp_rank, load) in &report.loads {
+                let _ = router.report_load(id, Some(*dp_rank), as_report(load), asked);
+            }
+        } else if let Some(sum) = report.sum() {
+            let _ = router.report_load(id, None, as_report(&sum), asked);
         }
-    } else if let Some(sum) = report.sum() {
-        let _ = router.report_load(id, None, as_report(&sum), asked);
-    }
-    if let Some(tokens) = report.block_size {
-        let _ = router.note_engine_block_size(id, tokens, now);
+        let Some(tokens) = report.block_size else {
+            return;
+        };
+        let _ = router.note_engine_block_size(id, tokens, Instant::now());
         if worker.config.kv_capacity_blocks.is_none()
             && let Some(tokens) = report.capacity_tokens()
         {
             let own = tokens / u64::from(u32::from(router.config().block_size));
-            let _ =
-                router.set_kv_capacity(id, usize::try_from(own).ok().filter(|blocks| *blocks > 0));
+            let blocks = usize::try_from(own).ok().filter(|blocks| *blocks > 0);
+            let _ = router.set_kv_capacity(id, blocks);
         }
-    }
+    });
 }
 
 const fn as_report(load: &Load) -> LoadReport {

@@ -28,6 +28,7 @@ use crate::app::App;
 use crate::client_io::ClientIo;
 use crate::config::{Config, ConfigError, seconds};
 use crate::net::HostPort;
+use crate::pool::sources;
 use crate::proxy::ProxyBody;
 use crate::request::Tokenize;
 use crate::tokenizer;
@@ -148,9 +149,7 @@ pub async fn start(mut config: Config) -> Result<ServeHandle, StartError> {
         app.reader
             .complain("the model's tokenizer or template cannot be used", &why);
     }
-    for worker in &config.workers {
-        app.add_worker(worker.clone()).map_err(refused)?;
-    }
+    sources::start(&app).map_err(StartError::Config)?;
     let handle = ServeHandle {
         proxy_addr: address_of(&proxy_listener, &config.listen, "listen")?,
         admin_addr: address_of(&admin_listener, &config.admin, "admin")?,

@@ -107,6 +107,7 @@ keys! {
     response_idle_timeout_seconds: "0.01 to 86,400 seconds", |v| number(v, 0.01, 86_400.0);
     client_idle_timeout_seconds: "0.01 to 3,600 seconds", |v| number(v, 0.01, 3600.0);
     shutdown_seconds: "0 to 3,600 seconds", |v| number(v, 0.0, 3600.0);
+    drain_seconds: "0 to 86,400 seconds", |v| number(v, 0.0, 86_400.0);
     scrape_interval_seconds: "0.05 to 3,600 seconds", |v| number(v, 0.05, 3600.0);
     health_interval_seconds: "0.05 to 3,600 seconds", |v| number(v, 0.05, 3600.0);
     breaker_threshold: "1 to 1,000,000 failures", |v| count(v, 1, 1_000_000);

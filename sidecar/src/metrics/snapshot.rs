@@ -12,6 +12,8 @@ use prometheus_client::metrics::gauge::ConstGauge;
 
 use crate::fleet::Fleet;
 use crate::forward::breaker::State;
+use crate::pool::manager::{PoolReport, SourceReport};
+use crate::pool::member::MemberState;
 
 /// One moment's state.
 #[derive(Debug)]
@@ -19,12 +21,14 @@ pub(super) struct Snapshot {
     stats: RouterStats,
     workers: Vec<WorkerInfo>,
     links: Vec<Link>,
+    pool: PoolReport,
     ready: bool,
 }
 
 #[derive(Debug)]
 struct Link {
     worker: String,
+    state: MemberState,
     healthy: bool,
     breaker: State,
     in_use: usize,
@@ -34,10 +38,11 @@ struct Link {
 type Labels = Vec<(&'static str, String)>;
 
 impl Snapshot {
-    pub(super) fn take(router: &Router, fleet: &Fleet) -> Self {
+    pub(super) fn take(router: &Router, fleet: &Fleet, pool: PoolReport) -> Self {
         let members = fleet.members();
         let links = members.list().iter().map(|worker| Link {
             worker: worker.id().to_owned(),
+            state: worker.state().0,
             healthy: worker.healthy() == Some(true),
             breaker: worker.breaker_state(),
             in_use: worker.pool.in_use(),
@@ -47,6 +52,7 @@ impl Snapshot {
             stats: router.stats(),
             workers: router.workers(Instant::now()),
             links: links.collect(),
+            pool,
             ready: fleet.is_ready(),
         }
     }
@@ -187,6 +193,20 @@ impl Snapshot {
             "1 when the last health probe succeeded",
             each(|link| flag(link.healthy)),
         )?;
+        let states = self.links.iter().flat_map(|link| {
+            MemberState::ALL.into_iter().map(|state| {
+                let labels = vec![
+                    ("worker", link.worker.clone()),
+                    ("state", state.as_str().to_owned()),
+                ];
+                (labels, flag(link.state == state))
+            })
+        });
+        out.gauges(
+            "worker_state",
+            "1 for the state in which a worker is",
+            states.collect(),
+        )?;
         out.gauges(
             "upstream_connections",
             "Connections in use",
@@ -210,6 +230,45 @@ impl Snapshot {
             "breaker_state",
             "1 for the state in which a worker's breaker is",
             states.collect(),
+        )
+    }
+
+    fn encode_pool(&self, out: &mut Writer<'_>) -> fmt::Result {
+        let sources = &self.pool.sources;
+        let each = |value: &dyn Fn(&SourceReport) -> f64| -> Vec<(Labels, f64)> {
+            sources
+                .iter()
+                .map(|source| (vec![("source", source.name.to_string())], value(source)))
+                .collect()
+        };
+        out.gauges(
+            "pool_listed",
+            "Workers that a source lists",
+            each(&|source| float(source.listed)),
+        )?;
+        out.gauges(
+            "pool_members",
+            "Workers in the pool, by the source that told of them",
+            each(&|source| float(source.members)),
+        )?;
+        out.gauges(
+            "pool_refused",
+            "Workers that a source lists and that cannot be added",
+            each(&|source| float(source.refused.len())),
+        )?;
+        out.gauges(
+            "pool_source_failing",
+            "1 while a source cannot tell which workers there are",
+            each(&|source| flag(source.error.is_some())),
+        )?;
+        let conflicts = |source: &SourceReport| {
+            let conflicts = self.pool.conflicts.iter();
+            float(conflicts.filter(|of| of.source == source.name).count())
+        };
+        out.gauges(
+            "pool_conflicts",
+            "Workers that a source lists under a name that another source's worker has",
+            each(&conflicts),
         )
     }
 
@@ -261,7 +320,8 @@ impl Collector for Snapshot {
         self.encode_totals(&mut out)?;
         self.encode_workers(&mut out)?;
         self.encode_ranks(&mut out)?;
-        self.encode_links(&mut out)
+        self.encode_links(&mut out)?;
+        self.encode_pool(&mut out)
     }
 }
 

@@ -108,7 +108,7 @@ impl Splitter {
         if !members
             .list()
             .iter()
-            .any(|worker| is_prefill(worker.config.role))
+            .any(|worker| is_prefill(worker.role()))
         {
             return None;
         }
@@ -182,7 +182,7 @@ impl Splitter {
             .iter()
             .filter_map(|candidate| {
                 let worker = members.find(candidate.target.worker.as_str())?;
-                Some(plan_worker(candidate, worker.config.role, block_size))
+                Some(plan_worker(candidate, worker.role(), block_size))
             })
             .collect();
         let input_tokens = reading.prompt.tokens() as u64;

@@ -462,7 +462,7 @@ fn a_closed_router_refuses_and_still_releases() {
         .router
         .select(&SelectRequest::new(&prompt), bench.start)
         .unwrap_err();
-    assert_eq!(refused.kind(), crate::ErrorKind::Closed);
+    assert_eq!(refused.kind(), ErrorKind::Closed);
     bench.release(guard);
     assert_eq!(bench.router.stats().active_leases, 0);
 }
@@ -487,7 +487,7 @@ fn a_prompt_in_blocks_of_another_size_is_refused() {
                 .unwrap_err(),
         ];
         for error in refused {
-            assert_eq!(error.kind(), crate::ErrorKind::InvalidRequest);
+            assert_eq!(error.kind(), ErrorKind::InvalidRequest);
             assert!(error.to_string().contains("block_size 4"), "{error}");
         }
     }

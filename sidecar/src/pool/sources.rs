@@ -1,0 +1,86 @@
+//! The sources of workers: what each publishes, and how it says that it cannot.
+
+use std::fmt;
+use std::sync::Arc;
+
+use parking_lot::Mutex;
+use tokio_util::sync::CancellationToken;
+use tracing::{info, warn};
+
+use super::roster::Roster;
+use crate::app::App;
+use crate::config::ConfigError;
+
+/// Starts every source that the configuration asks for. Each has a name of its own, in listings and metrics, and ends when the
+/// sidecar stops.
+///
+/// # Errors
+/// A worker of the configuration cannot be added.
+pub fn start(app: &Arc<App>) -> Result<(), ConfigError> {
+    let config = Arc::clone(&app.config);
+    app.add_configured(&config.workers).map_err(ConfigError)?;
+    Ok(())
+}
+
+/// What it means that a source no longer lists a worker.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Absence {
+    /// Nobody should be sent there any more: what it has may still be finished.
+    Left,
+    /// Its process has ended: whoever waits for it waits in vain.
+    Ended,
+}
+
+/// What a source is given when it is started.
+#[derive(Debug)]
+pub struct Feed {
+    /// Where it publishes its workers.
+    pub roster: Roster,
+    /// Where it says whether it can.
+    pub report: Report,
+    /// Cancelled when the sidecar stops. The source's task is dropped then; one that has to clean up watches it.
+    pub stop: CancellationToken,
+}
+
+/// Says whether a source can tell what there is. Clones are one report.
+#[derive(Clone, Debug)]
+pub struct Report {
+    source: Arc<str>,
+    problem: Arc<Mutex<Option<String>>>,
+}
+
+impl Report {
+    pub(super) fn new(source: Arc<str>) -> Self {
+        Self {
+            source,
+            problem: Arc::default(),
+        }
+    }
+
+    /// Says why the source cannot tell what there is; its last list stays. Logged when it is another reason than before.
+    pub fn failed(&self, problem: impl fmt::Display) {
+        let problem = problem.to_string();
+        let mut last = self.problem.lock();
+        if last.as_ref() != Some(&problem) {
+            warn!(
+                source = &*self.source,
+                cause = problem,
+                "a source of workers fails; its last list stays"
+            );
+            *last = Some(problem);
+        }
+    }
+
+    /// Says that the source can tell again what there is.
+    pub fn succeeded(&self) {
+        if self.problem.lock().take().is_some() {
+            info!(source = &*self.source, "a source of workers is back");
+        }
+    }
+
+    /// Returns why the source cannot tell what there is.
+    #[must_use]
+    pub fn problem(&self) -> Option<String> {
+        self.problem.lock().clone()
+    }
+}
