@@ -123,6 +123,18 @@ impl App {
         });
     }
 
+    /// Runs a task that the sidecar waits for a few seconds when it stops: for a source that has to clean up, which watches
+    /// [`stop`](Self::stop) by itself.
+    pub fn spawn(&self, task: impl Future<Output = ()> + Send + 'static) {
+        self.tasks.spawn(task);
+    }
+
+    /// Returns a token that is cancelled when the sidecar stops, after its open requests have ended.
+    #[must_use]
+    pub const fn stop(&self) -> &CancellationToken {
+        &self.stop
+    }
+
     /// Keeps the fleet as a source lists it, under a name of its own, until the sidecar stops. What it lists already is there
     /// when this returns.
     pub fn follow_roster(
