@@ -298,10 +298,16 @@ fn select<'a>(head: &'a Head, reading: &'a Reading) -> SelectRequest<'a> {
 fn plan_worker(candidate: &Candidate, role: Role, block_size: u64) -> PlanWorker {
     let held = u64::from(candidate.overlap.blocks()) + u64::from(candidate.predicted_blocks);
     let queued = tokens(candidate.cost.booked_prefill_blocks, block_size);
+    // What is booked on a prefill worker are prompts, and caches that wait to be fetched: no stream would stall.
+    let streams = if role.serves(Role::Decode) {
+        candidate.cost.active_requests as u32
+    } else {
+        0
+    };
     PlanWorker::new(candidate.target.clone(), role)
         .cached_tokens(held * block_size)
         .queued_prefill_tokens(queued)
-        .running_streams(candidate.cost.active_requests as u32)
+        .running_streams(streams)
 }
 
 #[expect(

@@ -1,6 +1,7 @@
 //! `kvlane serve` in front of a prefill and a decode worker.
 
 use std::net::SocketAddr;
+use std::sync::Arc;
 
 use bytes::Bytes;
 use http_body_util::{BodyExt, Full};
@@ -154,6 +155,23 @@ async fn a_prompt_that_would_stall_a_stream_is_split() {
     assert_ne!(plan["decided_by"], "ttft", "{report}");
     assert_eq!(report["links"][0]["link"], "configured");
     assert_eq!(report["plans"].as_array().unwrap().len(), 4);
+}
+
+#[tokio::test]
+async fn prompts_on_their_way_do_not_keep_others_from_being_split() {
+    let served = Arc::new(serve(DEAR_GAPS).await);
+    let stream = served.stream().await;
+    let mut tasks = tokio::task::JoinSet::new();
+    for number in 1..=8 {
+        let served = Arc::clone(&served);
+        tasks.spawn(async move { served.ask(&completion(1_000 * number, false)).await });
+    }
+    while let Some(answer) = tasks.join_next().await {
+        let (status, text) = answer.unwrap();
+        assert_eq!(status, 200, "{text}");
+    }
+    drop(stream);
+    assert_eq!(served.splits().await, 8);
 }
 
 #[tokio::test]
