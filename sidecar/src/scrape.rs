@@ -14,7 +14,7 @@ use tracing::debug;
 
 use crate::config::{Config, seconds};
 use crate::fleet::{Fleet, Model, Worker};
-use crate::forward::upstream::UpstreamError;
+use crate::forward::upstream::{Pool, UpstreamError};
 use crate::pool::member::Probe;
 
 mod exposition;
@@ -213,23 +213,31 @@ pub async fn get(
     timeout: Duration,
 ) -> Result<(StatusCode, Bytes), FetchError> {
     let target = format!("{}{path}", worker.config.url.prefix());
+    fetch(&worker.pool, worker.host_header(), &target, limit, timeout).await
+}
+
+/// Asks whoever listens at a pool's address for a path; an answer above `limit` bytes is refused.
+///
+/// # Errors
+/// [`FetchError`].
+pub async fn fetch(
+    pool: &Arc<Pool>,
+    host: &HeaderValue,
+    target: &str,
+    limit: usize,
+    timeout: Duration,
+) -> Result<(StatusCode, Bytes), FetchError> {
     let request = || {
         let mut request = Request::new(Full::default());
         *request.uri_mut() = target.parse().unwrap_or_default();
-        request
-            .headers_mut()
-            .insert(HOST, worker.host_header().clone());
+        request.headers_mut().insert(HOST, host.clone());
         request
             .headers_mut()
             .insert(ACCEPT, HeaderValue::from_static("*/*"));
         request
     };
     let whole = async {
-        let response = worker
-            .pool
-            .send(request)
-            .await
-            .map_err(FetchError::Transport)?;
+        let response = pool.send(request).await.map_err(FetchError::Transport)?;
         let status = response.status();
         let mut body = response.into_body();
         let mut collected = BytesMut::new();
