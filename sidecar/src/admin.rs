@@ -86,7 +86,7 @@ fn get(app: &App, path: &str, query: &str) -> Answer {
             &json!({
                 "name": "kvlane",
                 "version": env!("CARGO_PKG_VERSION"),
-                "get": ["/livez", "/readyz", "/metrics", "/v1/workers", "/v1/pool", "/v1/decisions?limit=N", "/v1/config", "/v1/handoff"],
+                "get": ["/livez", "/readyz", "/metrics", "/v1/workers", "/v1/pool", "/v1/decisions?limit=N", "/v1/config", "/v1/handoff", "/v1/processes", "/v1/processes/{name}/log"],
                 "post": ["/v1/workers", "/v1/workers/{id}/drain", "/v1/workers/{id}/undrain", "/v1/workers/{id}/role", "/v1/workers/{id}/clear", "/v1/overlap"],
                 "delete": ["/v1/workers/{id}"],
             }),
@@ -109,8 +109,21 @@ fn get(app: &App, path: &str, query: &str) -> Answer {
             StatusCode::OK,
             &json!({"handoff": app.proxy.handoff_report()}),
         )),
-        _ => Err(not_found(path)),
+        _ => processes(app, path).ok_or_else(|| not_found(path)),
     }
+}
+
+/// Shows the engines that this sidecar keeps: `/v1/processes` and `/v1/processes/{name}/log`.
+fn processes(app: &App, path: &str) -> Option<Response<ProxyBody>> {
+    let processes = app.processes.get();
+    let shown = match path.strip_prefix("/v1/processes")? {
+        "" => processes.map_or_else(|| json!({"processes": []}), |all| all.report()),
+        rest => {
+            let name = rest.strip_prefix('/')?.strip_suffix("/log")?;
+            processes?.log(&percent_decoded(name)?)?
+        }
+    };
+    Some(json_response(StatusCode::OK, &shown))
 }
 
 /// Lets a changing call pass only with the key, when there is one, and never from another site's page in a browser.

@@ -1,8 +1,8 @@
 //! The parts of `kvlane serve`, put together, and what may be done to them while they run.
 
 use std::collections::BTreeMap;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::time::Instant;
 
 use kvlane::{IndexMode, Role, Router, TrustState, WorkerId};
@@ -17,6 +17,7 @@ use crate::fleet::Fleet;
 use crate::metrics::Metrics;
 use crate::pool::manager::{ChangeError, Hands, Manager};
 use crate::pool::member::Fact;
+use crate::pool::process::Processes;
 use crate::pool::roster::{Phase, Roster, RosterReader, Sighting};
 use crate::pool::sources::{Absence, Feed, Report};
 use crate::proxy::Proxy;
@@ -40,6 +41,8 @@ pub struct App {
     pub proxy: Arc<Proxy>,
     /// Which workers there should be.
     pub pool: Manager,
+    /// The engines that this sidecar keeps, once they are started; unset where none are configured.
+    pub processes: OnceLock<Arc<Processes>>,
     events: EventStreams,
     /// Held while a worker is added or removed: half of one change must not mix with another of the same id, or a removed
     /// worker's events would be followed on.
@@ -81,6 +84,7 @@ impl App {
         )?);
         Ok(Arc::new(Self {
             pool: Manager::new(seconds(config.drain_seconds)),
+            processes: OnceLock::new(),
             events: EventStreams::new((*router).clone()),
             changing: Mutex::new(()),
             config,

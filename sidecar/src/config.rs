@@ -8,6 +8,7 @@ mod file;
 mod flags;
 mod handoff;
 mod keys;
+mod processes;
 mod worker;
 
 use std::fmt;
@@ -19,6 +20,7 @@ use serde::{Serialize, Serializer};
 
 pub use flags::ServeArgs;
 pub use handoff::HandoffSettings;
+pub use processes::{CudaVersion, Gpus, ProcessTemplate, RestartSettings, StrayPolicy};
 pub use worker::WorkerConfig;
 
 use crate::net::HostPort;
@@ -83,6 +85,9 @@ pub struct Config {
     /// How requests are split over prefill and decode workers (default: they are not).
     #[serde(skip_serializing_if = "Option::is_none")]
     pub handoff: Option<HandoffSettings>,
+    /// Engines that are started and kept on this machine.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub processes: Vec<ProcessTemplate>,
     /// The workers known at start; more may be added through the admin listener.
     pub workers: Vec<WorkerConfig>,
     /// The router's own settings.
@@ -120,6 +125,7 @@ impl Default for Config {
             breaker_threshold: 3,
             breaker_cooldown_seconds: 5.0,
             handoff: None,
+            processes: Vec::new(),
             workers: Vec::new(),
             router: RouterConfig::default(),
             warnings: Vec::new(),
@@ -188,6 +194,7 @@ impl Config {
                 worker.id
             ));
         }
+        processes::check_all(&self.processes, &self.workers).map_err(ConfigError)?;
         worker::check_all(&self.workers, &mut self.warnings).map_err(ConfigError)
     }
 }
@@ -232,6 +239,11 @@ impl Secret {
     #[must_use]
     pub const fn new(value: String) -> Self {
         Self(value)
+    }
+
+    /// Returns the value, to be handed to whom it is for.
+    pub(crate) fn reveal(&self) -> &str {
+        &self.0
     }
 
     /// Compares in time that depends on the lengths alone.

@@ -4,6 +4,7 @@ use std::io::IsTerminal;
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
+use kvlane_sidecar::pool::process::guard;
 use kvlane_sidecar::{demo, engine, plan, serve};
 use tracing_subscriber::EnvFilter;
 
@@ -28,10 +29,17 @@ enum Command {
     Engine(engine::EngineArgs),
     /// Prints from which prompt length and link speed on a prefill handed over to another worker pays
     Plan(plan::PlanArgs),
+    /// Stands between the proxy and an engine that it started
+    #[command(hide = true)]
+    Guard(guard::GuardArgs),
 }
 
 fn main() -> ExitCode {
     let cli = Cli::parse();
+    // Before there are threads: what it starts hangs on the life of this one.
+    if let Command::Guard(args) = &cli.command {
+        return guard::run(args);
+    }
     // The demo's table is its output; what its workers and proxies say on the way is not.
     let level = if matches!(cli.command, Command::Demo(_)) {
         "error"
@@ -57,6 +65,7 @@ fn main() -> ExitCode {
                 .block_on(demo::run(args))
                 .map(|()| ExitCode::SUCCESS),
             Command::Plan(args) => plan::run(&args).map(|()| ExitCode::SUCCESS),
+            Command::Guard(args) => Ok(guard::run(&args)),
             Command::Engine(args) => runtime
                 .block_on(engine::run(args))
                 .map(|()| ExitCode::SUCCESS),

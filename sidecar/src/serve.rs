@@ -150,6 +150,8 @@ pub async fn start(mut config: Config) -> Result<ServeHandle, StartError> {
             .complain("the model's tokenizer or template cannot be used", &why);
     }
     sources::start(&app).map_err(StartError::Config)?;
+    let processes = sources::start_processes(&app).await;
+    processes.map_err(StartError::Config)?;
     let handle = ServeHandle {
         proxy_addr: address_of(&proxy_listener, &config.listen, "listen")?,
         admin_addr: address_of(&admin_listener, &config.admin, "admin")?,
@@ -186,6 +188,9 @@ impl ServeHandle {
                 open = self.connections.len(),
                 "requests were cut off at the deadline"
             );
+        }
+        if let Some(processes) = self.app.processes.get() {
+            processes.stop().await;
         }
         self.stop.cancel();
         self.tasks.close();

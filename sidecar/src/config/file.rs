@@ -6,9 +6,9 @@ use serde::de::DeserializeOwned;
 use serde_json::{Map, Value};
 use serde_saphyr::Spanned;
 
-use super::handoff;
 use super::keys::{self, ROUTER_KEYS};
 use super::{Config, ConfigError, WorkerConfig};
+use super::{handoff, processes};
 
 /// Applies the file's keys to `config`.
 pub(super) fn apply(config: &mut Config, text: &str, name: &str) -> Result<(), ConfigError> {
@@ -41,6 +41,9 @@ fn apply_key(config: &mut Config, key: &str, value: &Value) -> Result<(), String
     }
     if key == "handoff" {
         return handoff::set(config, value);
+    }
+    if key == "processes" {
+        return processes::set(config, value);
     }
     if key == "router" {
         let section = value

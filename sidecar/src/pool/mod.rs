@@ -7,5 +7,6 @@
 pub mod manager;
 pub mod member;
 pub mod planner;
+pub mod process;
 pub mod roster;
 pub mod sources;

@@ -7,6 +7,7 @@ use parking_lot::Mutex;
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
+use super::process::Processes;
 use super::roster::Roster;
 use crate::app::App;
 use crate::config::ConfigError;
@@ -19,6 +20,22 @@ use crate::config::ConfigError;
 pub fn start(app: &Arc<App>) -> Result<(), ConfigError> {
     let config = Arc::clone(&app.config);
     app.add_configured(&config.workers).map_err(ConfigError)?;
+    Ok(())
+}
+
+/// Starts the engines that the configuration asks for, which are a source as well: what it lists is a process of this machine.
+///
+/// # Errors
+/// Names the template and what it asks for that this machine does not have.
+pub async fn start_processes(app: &Arc<App>) -> Result<(), ConfigError> {
+    let templates = &app.config.processes;
+    if templates.is_empty() {
+        return Ok(());
+    }
+    let started = Processes::start(templates).await;
+    let (processes, roster) = started.map_err(ConfigError)?;
+    app.follow_roster("processes", Absence::Ended, roster);
+    let _ = app.processes.set(processes);
     Ok(())
 }
 
