@@ -1,0 +1,10 @@
+//! Engines that `kvlane serve` starts and keeps, with real processes: simulated engines and small shells that misbehave.
+
+#![expect(clippy::unwrap_used, reason = "helpers of tests fail the test")]
+
+mod kills;
+mod roster;
+mod starts;
+mod strays;
+mod traffic;
+mod world;

@@ -1,0 +1,330 @@
+//! Starts that succeed, starts that do not, and what is told of them.
+
+use std::collections::BTreeSet;
+use std::time::Duration;
+
+use serde_json::Value;
+
+use crate::world::{Machine, QUICK, engine, exchange, kill, shell, unique, within};
+
+#[test]
+fn engines_start_on_their_own_ports_and_gpus_and_are_shown() {
+    let machine = Machine::new();
+    let name = unique();
+    let script = "echo gpus=$CUDA_VISIBLE_DEVICES order=$CUDA_DEVICE_ORDER index=$INDEX; pwd; exec $ENGINE --events tcp://127.0.0.1:$EVENTS";
+    let command = shell(script).replace("PORT:", "EVENTS: '{events_port}', PORT:");
+    let template = format!(
+        "name: {name}, command: {command}, gpus: [[0, 1], 2], role: decode, labels: {{zone: a}}, cwd: /proc, {QUICK}"
+    );
+    let sidecar = machine.serve(&[template]);
+    let mut ports = BTreeSet::new();
+    for (index, gpus) in [(0, "0,1"), (1, "2")] {
+        let name = format!("{name}-{index}");
+        let process = sidecar.until(&name, "serving");
+        let own = process["ports"].as_object().unwrap();
+        ports.extend(own.values().map(|port| port.as_u64().unwrap()));
+        assert_eq!(
+            process["gpus"].as_array().unwrap().len(),
+            gpus.split(',').count()
+        );
+        assert_eq!(process["url"], format!("http://127.0.0.1:{}", own["port"]));
+        let address = process["url"].as_str().unwrap()["http://".len()..]
+            .parse()
+            .unwrap();
+        assert_eq!(exchange(address, "GET", "/v1/models", "").0, 200);
+        let (status, log) = sidecar.get(&format!("/v1/processes/{name}/log"));
+        assert_eq!(status, 200);
+        let expected = format!("gpus={gpus} order=PCI_BUS_ID index={index}");
+        let lines: Vec<&str> = log["lines"]
+            .as_array()
+            .unwrap()
+            .iter()
+            .map(|line| line.as_str().unwrap())
+            .collect();
+        assert!(
+            lines.contains(&expected.as_str()) && lines.contains(&"/proc"),
+            "{lines:#?}"
+        );
+        assert!(
+            lines
+                .iter()
+                .any(|line| line.contains("simulated engine serves")),
+            "{lines:#?}"
+        );
+    }
+    assert_eq!(ports.len(), 4, "two engines with two ports each");
+    sidecar.says(&["all engines are ready", "engines=2"]);
+    assert_eq!(sidecar.get(&format!("/v1/processes/{name}-7/log")).0, 404);
+    assert_eq!(sidecar.get("/v1/processes/log").0, 404);
+    // This machine has no driver, or one that has fewer cards: then the start is refused.
+    let why = sidecar.report()["gpus"]["error"]
+        .as_str()
+        .map(str::to_owned);
+    let said = sidecar
+        .log()
+        .iter()
+        .filter(|line| line.contains("libnvidia-ml"))
+        .count();
+    assert!(why.is_none_or(|why| why.contains("libnvidia-ml.so.1") && said == 1));
+}
+
+#[test]
+fn a_worker_that_does_not_get_ready_is_named_and_the_others_serve() {
+    let machine = Machine::new();
+    let name = unique();
+    let script = "if [ $INDEX = 1 ]; then echo loading shard 7 of 9; sleep 1000; fi; exec $ENGINE";
+    let template = format!(
+        "name: {name}, replicas: 3, ready_seconds: 2, command: {}, {QUICK}",
+        shell(script)
+    );
+    let sidecar = machine.serve(&[template]);
+    for index in [0, 2] {
+        sidecar.until(&format!("{name}-{index}"), "serving");
+    }
+    let missing = format!("{name}-1");
+    let line = sidecar.says(&["engines are missing", "ready=2", "of=3", &missing]);
+    assert!(line.contains("was not ready within 2 seconds"), "{line}");
+    assert!(line.contains("last lines: loading shard 7 of 9"), "{line}");
+    assert!(line.contains("/health"), "{line}");
+    let process = sidecar.until(&missing, "pausing");
+    assert!(
+        process["last_error"]
+            .as_str()
+            .unwrap()
+            .contains("loading shard 7"),
+        "{process}"
+    );
+    for index in [0, 2] {
+        let process = sidecar.process(&format!("{name}-{index}"));
+        assert_eq!(
+            (&process["state"], &process["restarts"]),
+            (&"serving".into(), &0.into())
+        );
+    }
+}
+
+#[test]
+fn a_process_that_listens_and_tells_no_capacity_is_not_ready() {
+    let machine = Machine::new();
+    let name = unique();
+    // Answers everything with 200 and an empty object.
+    let script = "import http.server,os\nclass H(http.server.BaseHTTPRequestHandler):\n  def do_GET(self):\n    self.send_response(200)\n    self.end_headers()\n    self.wfile.write(b'{\"data\":[{\"id\":\"m\"}]}')\nhttp.server.HTTPServer(('127.0.0.1',int(os.environ['PORT'])),H).serve_forever()";
+    let script = serde_json::to_string(script).unwrap();
+    let template = format!(
+        "name: {name}, ready_seconds: 12, command: [python3, -c, {script}], environment: {{PORT: '{{port}}'}}, {QUICK}"
+    );
+    let sidecar = machine.serve(&[template]);
+    let line = sidecar.says(&["engine failed", &name]);
+    assert!(
+        line.contains("/metrics does not tell the KV capacity"),
+        "{line}"
+    );
+}
+
+#[test]
+fn failures_are_tried_again_with_pauses_and_given_up_with_the_reason() {
+    let machine = Machine::new();
+    let name = unique();
+    let count = machine.path("count");
+    let script = format!(
+        "echo x >> {}; echo out of memory on card 3; exit 1",
+        count.display()
+    );
+    let template = format!("name: {name}, command: {}, {QUICK}", shell(&script));
+    let sidecar = machine.serve(&[template]);
+    let process = sidecar.until(&format!("{name}-0"), "gave-up");
+    let why = process["last_error"].as_str().unwrap();
+    for word in [
+        "failed 4 times within 600 seconds",
+        "exited with code 1 before it was ready",
+        "out of memory on card 3",
+    ] {
+        assert!(why.contains(word), "{why}");
+    }
+    assert_eq!(process["restarts"], 3);
+    assert_eq!(std::fs::read_to_string(&count).unwrap().lines().count(), 4);
+    std::thread::sleep(Duration::from_millis(1500));
+    assert_eq!(
+        std::fs::read_to_string(&count).unwrap().lines().count(),
+        4,
+        "given up means it"
+    );
+    assert!(sidecar.marked().is_empty());
+}
+
+#[test]
+fn a_wrong_command_is_not_tried_again() {
+    let machine = Machine::new();
+    let names = [(); 4].map(|()| unique());
+    let count = machine.path("count");
+    let usage = shell(&format!(
+        "echo x >> {}; echo unknown flag --foo; exit 2",
+        count.display()
+    ));
+    let sidecar = machine.serve(&[
+        format!("name: {}, command: [/nonexistent/vllm, serve, '{{port}}'], {QUICK}", names[0]),
+        format!("name: {}, command: {usage}, {QUICK}", names[1]),
+        format!("name: {}, command: [/proc/version, '{{port}}'], {QUICK}", names[2]),
+        format!("name: {}, command: [{}, engine, --listen, '127.0.0.1:{{port}}', --kv-blocks, many], {QUICK}", names[3], crate::world::KVLANE),
+    ]);
+    for (name, word) in names.iter().zip([
+        "No such file",
+        "unknown flag --foo",
+        "Permission denied",
+        "--kv-blocks",
+    ]) {
+        let process = sidecar.until(&format!("{name}-0"), "gave-up");
+        let why = process["last_error"].as_str().unwrap();
+        assert!(
+            why.contains("its command is wrong") && why.contains(word),
+            "{why}"
+        );
+        assert_eq!(process["restarts"], 0);
+    }
+    assert_eq!(std::fs::read_to_string(&count).unwrap().lines().count(), 1);
+}
+
+#[test]
+fn an_engine_that_served_and_ended_is_tried_again_whatever_its_code() {
+    let machine = Machine::new();
+    let name = unique();
+    // Ends with 2, but not because of its command: it had served.
+    let script =
+        "$ENGINE & engine=$!; trap 'kill $engine; exit 2' USR1; while :; do sleep 0.05; done";
+    let sidecar = machine.serve(&[format!("name: {name}, command: {}, {QUICK}", shell(script))]);
+    let name = format!("{name}-0");
+    let pid = sidecar.until(&name, "serving")["pid"].as_u64().unwrap();
+    let pid = u32::try_from(pid).unwrap();
+    kill("USR1", &[pid]);
+    let process = sidecar.until_back(&name, pid);
+    assert_eq!(process["last_exit"], "exited with code 2", "{process}");
+}
+
+#[test]
+fn engines_of_one_model_start_one_by_one_until_it_is_there() {
+    let machine = Machine::new();
+    let name = unique();
+    let script = "sleep 0.4; exec $ENGINE";
+    let template = |name: &str| {
+        format!(
+            "name: {name}, replicas: 2, model: {name}/m, command: {}, {QUICK}",
+            shell(script)
+        )
+    };
+    let sidecar = machine.serve(&[template(&name)]);
+    let mut seen_waiting = false;
+    let all_serve = within(Duration::from_secs(20), || {
+        let report = sidecar.report();
+        let states: Vec<&Value> = report["processes"]
+            .as_array()
+            .unwrap()
+            .iter()
+            .map(|process| &process["state"])
+            .collect();
+        let count = |state: &str| states.iter().filter(|found| **found == state).count();
+        if count("serving") == 0 {
+            assert!(count("starting") <= 1, "{states:?}");
+            seen_waiting |= count("waiting") == 1 && count("starting") == 1;
+        }
+        count("serving") == 2
+    });
+    assert!(all_serve && seen_waiting, "{:#?}", sidecar.log());
+}
+
+#[test]
+fn a_first_engine_that_fails_lets_the_next_one_try() {
+    let machine = Machine::new();
+    let name = unique();
+    let script = "if [ $INDEX = 0 ]; then exit 2; fi; exec $ENGINE";
+    let template = format!(
+        "name: {name}, replicas: 2, model: {name}/m, command: {}, {QUICK}",
+        shell(script)
+    );
+    let sidecar = machine.serve(&[template]);
+    sidecar.until(&format!("{name}-1"), "serving");
+    sidecar.until(&format!("{name}-0"), "gave-up");
+}
+
+#[test]
+fn logs_go_to_a_file_within_its_bounds() {
+    let machine = Machine::new();
+    let name = unique();
+    let folder = machine.path("logs");
+    let script = "yes 0123456789abcdef | head -c 5000000; echo the end; exec $ENGINE";
+    let template = format!(
+        "name: {name}, command: {}, log_dir: {}, log_kib: 4, log_file_mib: 1, {QUICK}",
+        shell(script),
+        folder.display()
+    );
+    let sidecar = machine.serve(&[template]);
+    sidecar.until(&format!("{name}-0"), "serving");
+    let size = |file: &str| {
+        std::fs::metadata(folder.join(format!("{name}-0.{file}")))
+            .unwrap()
+            .len()
+    };
+    assert!(size("log") <= 1 << 20 && size("log.1") <= 1 << 20);
+    let (_, log) = sidecar.get(&format!("/v1/processes/{name}-0/log"));
+    let kept: usize = log["lines"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|line| line.as_str().unwrap().len() + 1)
+        .sum();
+    assert!((3_000..=4_096 + 1).contains(&kept), "{kept}");
+    assert!(log.to_string().contains("the end"));
+}
+
+#[test]
+fn what_cannot_be_is_refused_before_anything_starts() {
+    let machine = Machine::new();
+    let template = |more: &str| format!("name: {}, command: {}, {more}", unique(), engine());
+    let mut cases = vec![
+        (template("replcas: 2"), vec!["processes[0]", "replcas"]),
+        (
+            template("restart: {tries: 1}"),
+            vec!["processes[0]", "tries"],
+        ),
+        (
+            template("log_dir: /proc/nothing"),
+            vec!["log_dir", "/proc/nothing"],
+        ),
+        (
+            "name: x, command: [vllm]".to_owned(),
+            vec!["processes[0].command", "{port}"],
+        ),
+    ];
+    if !std::path::Path::new("/proc/driver/nvidia").exists() {
+        cases.push((
+            template("gpus: auto"),
+            vec!["gpus: auto", "libnvidia-ml.so.1"],
+        ));
+    }
+    for (template, words) in cases {
+        let output = machine.refusal(std::slice::from_ref(&template));
+        let text = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(2), "{template}: {text}");
+        for word in words {
+            assert!(text.contains(word), "{template}: {text}");
+        }
+    }
+}
+
+#[test]
+fn secrets_of_the_environment_are_not_shown() {
+    let machine = Machine::new();
+    let name = unique();
+    let command = shell("exec $ENGINE").replace("PORT:", "HF_TOKEN: hf_secret, PORT:");
+    let sidecar = machine.serve(&[format!("name: {name}, command: {command}, {QUICK}")]);
+    sidecar.until(&format!("{name}-0"), "serving");
+    let shown = format!(
+        "{} {} {:?}",
+        sidecar.get("/v1/config").1,
+        sidecar.report(),
+        sidecar.log()
+    );
+    assert!(
+        shown.contains("HF_TOKEN") && !shown.contains("hf_secret"),
+        "{shown}"
+    );
+}
