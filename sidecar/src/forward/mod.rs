@@ -12,7 +12,9 @@ use http_body_util::{BodyExt, Full};
 use hyper::Uri;
 
 pub(crate) use errors::{Problem, error_body};
-pub(crate) use headers::{add_debug, for_worker, request_id, towards_client, towards_worker};
+pub(crate) use headers::{
+    add_debug, for_worker, is_event_stream, request_id, towards_client, towards_worker,
+};
 
 /// A response body towards the client.
 pub type ClientBody = UnsyncBoxBody<Bytes, Box<dyn std::error::Error + Send + Sync>>;

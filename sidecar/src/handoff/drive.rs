@@ -7,6 +7,7 @@
 mod client;
 mod leg;
 mod metrics;
+mod opening;
 mod run;
 
 use std::sync::Arc;

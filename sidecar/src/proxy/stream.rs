@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 use hyper::StatusCode;
 use hyper::body::{Body, Frame, SizeHint};
-use hyper::header::{CONTENT_ENCODING, CONTENT_LENGTH, CONTENT_TYPE};
+use hyper::header::{CONTENT_ENCODING, CONTENT_LENGTH};
 use hyper::http::response::Parts;
 use kvlane::{Decision, Outcome, RequestGuard};
 use tokio::time::Sleep;
@@ -20,8 +20,8 @@ use super::split::Lesson;
 use super::usage::{EventLines, UsageScanner};
 use crate::fleet::{InFlight, Worker};
 use crate::forward::breaker::Verdict;
-use crate::forward::error_body;
 use crate::forward::upstream::UpstreamBody;
+use crate::forward::{error_body, is_event_stream};
 use crate::request::Endpoint;
 
 /// A booked request until its end. Dropping it counts as a client that left.
@@ -153,10 +153,7 @@ impl ForwardBody {
         idle: Duration,
         close: CancellationToken,
     ) -> Self {
-        let is_events = parts
-            .headers
-            .get(CONTENT_TYPE)
-            .is_some_and(|value| value.as_bytes().starts_with(b"text/event-stream"));
+        let is_events = is_event_stream(&parts.headers);
         let mut body = Self {
             upstream,
             booking: Some(booking),

@@ -208,6 +208,18 @@ async fn a_decode_leg_is_sent_once_whatever_becomes_of_its_connection() {
     world.is_clean().await;
 }
 
+/// A stream has its 200 before the engine knows whether it can fetch.
+#[tokio::test]
+async fn a_stream_that_fails_before_its_first_output_is_begun_anew() {
+    let text = "data: {\"choices\":[{\"index\":0,\"delta\":{\"role\":\"assistant\",\"content\":\"\"}}]}\n\n\
+        data: {\"error\": {\"message\": \"Internal server error\", \"code\": 500}}\n\ndata: [DONE]\n\n";
+    let plan = || Plan {
+        decode_hook: first(Act::Events(text)),
+        ..Plan::default()
+    };
+    served_all_the_same(plan, FallbackReason::DecodeFailed).await;
+}
+
 #[tokio::test]
 async fn a_decode_that_answers_an_error_prefills_itself() {
     let plan = || Plan {

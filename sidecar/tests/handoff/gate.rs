@@ -12,6 +12,7 @@ use bytes::Bytes;
 use http_body_util::combinators::UnsyncBoxBody;
 use http_body_util::{BodyExt, Full};
 use hyper::body::{Body, Frame, Incoming};
+use hyper::header::{CONTENT_TYPE, HeaderValue};
 use hyper::service::service_fn;
 use hyper::{Request, Response};
 use hyper_util::rt::TokioIo;
@@ -24,6 +25,8 @@ pub(crate) enum Act {
     Pass,
     /// Answered here.
     Status(u16, &'static str),
+    /// Answered here, with 200 and a stream of events.
+    Events(&'static str),
     /// The connection ends.
     Cut,
     /// It ends after so many pieces of the answer.
@@ -110,12 +113,14 @@ async fn handle(
         Act::Cut => return Err(Cut),
         Act::Hang => std::future::pending().await,
         Act::Status(status, text) => {
-            let body = Full::new(Bytes::from_static(text.as_bytes()));
-            let mut response = Response::new(
-                body.map_err(|never: Infallible| match never {})
-                    .boxed_unsync(),
-            );
+            let mut response = answer(text);
             *response.status_mut() = status.try_into().unwrap();
+            return Ok(response);
+        }
+        Act::Events(text) => {
+            let mut response = answer(text);
+            let kind = HeaderValue::from_static("text/event-stream; charset=utf-8");
+            response.headers_mut().insert(CONTENT_TYPE, kind);
             return Ok(response);
         }
     };
@@ -134,6 +139,12 @@ async fn handle(
         }
         .boxed_unsync()
     }))
+}
+
+fn answer(text: &'static str) -> Response<AnyBody> {
+    let body = Full::new(Bytes::from_static(text.as_bytes()));
+    let body = body.map_err(|never: Infallible| match never {});
+    Response::new(body.boxed_unsync())
 }
 
 struct Cutting {

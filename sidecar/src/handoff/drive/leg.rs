@@ -11,11 +11,12 @@ use hyper::{Method, Request, Response, StatusCode};
 use tokio::sync::mpsc;
 use tokio::task::AbortHandle;
 
+use super::opening::{Opened, Opening};
 use super::{DriveLimits, DriveRequest, Side};
 use crate::fleet::Worker;
 use crate::forward::breaker::Verdict;
 use crate::forward::upstream::{UpstreamBody, UpstreamError};
-use crate::forward::{ClientBody, for_worker, full, towards_client, uri};
+use crate::forward::{ClientBody, for_worker, full, is_event_stream, towards_client, uri};
 use crate::handoff::{Attempt, Failure, Leg};
 
 /// What a leg reports.
@@ -168,19 +169,51 @@ impl Sending {
     ) -> Result<(), LegError> {
         let start = Instant::now();
         let (parts, mut body) = self.open().await?;
-        let mut parts = Some(Box::new(parts));
-        loop {
-            let limit = match parts {
-                Some(_) => self.limits.first_byte.saturating_sub(start.elapsed()),
-                None => self.limits.idle,
-            };
-            let piece = self.piece(&mut body, limit).await?;
-            if let Some(parts) = parts.take() {
-                let _ = events.send(LegEvent::Began(attempt, parts)).await;
-            }
-            let Some(piece) = piece else { return Ok(()) };
+        let mut piece = self.first_piece(&parts, &mut body, start).await?;
+        let _ = events.send(LegEvent::Began(attempt, Box::new(parts))).await;
+        while let Some(bytes) = piece {
             self.worker.count_progress();
-            let _ = events.send(LegEvent::Piece(attempt, piece)).await;
+            let _ = events.send(LegEvent::Piece(attempt, bytes)).await;
+            piece = self.piece(&mut body, self.limits.idle).await?;
+        }
+        Ok(())
+    }
+
+    /// Waits for the first piece of an answer; where it is a stream made of what can be used once, for its first output.
+    async fn first_piece(
+        &mut self,
+        parts: &Parts,
+        body: &mut UpstreamBody,
+        start: Instant,
+    ) -> Result<Option<Bytes>, LegError> {
+        let is_looked_at = self.once && is_event_stream(&parts.headers);
+        let mut opening = Opening::default();
+        loop {
+            let limit = self.limits.first_byte.saturating_sub(start.elapsed());
+            let piece = match self.piece(body, limit).await {
+                // It is there, and had begun to answer.
+                Err(error) if !opening.is_empty() => {
+                    return Err(LegError {
+                        failure: Failure::Failed,
+                        ..error
+                    });
+                }
+                piece => piece?,
+            };
+            if !is_looked_at {
+                return Ok(piece);
+            }
+            let Some(piece) = piece else {
+                return Ok(opening.rest());
+            };
+            match opening.feed(&piece) {
+                Opened::No => {}
+                Opened::Yes => return Ok(opening.rest()),
+                Opened::Failed(why) => {
+                    let why = format!("failed before its first output: {why}");
+                    return Err(LegError::new(Failure::Failed, &self.worker, &why));
+                }
+            }
         }
     }
 

@@ -4,7 +4,6 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use bytes::Bytes;
-use hyper::header::CONTENT_TYPE;
 use hyper::http::response::Parts;
 use kvlane::Outcome as BookingOutcome;
 use kvlane::WorkerRank;
@@ -18,6 +17,7 @@ use super::client::Client;
 use super::leg::{LegError, LegEvent, Running, Sending};
 use super::metrics::Open;
 use super::{DriveRequest, Pair, Shared};
+use crate::forward::is_event_stream;
 use crate::handoff::{
     Action, Answer, AnswerCorrector, Attempt, Event, FallbackReason, Handoff, HandoffRules, Leg,
     LegContext, LegOrder, Outcome, Ticket, collecting, correct_answer, local_body,
@@ -257,11 +257,7 @@ impl Run {
             let waited = now - self.request.started;
             let metrics = &self.pair.decode.worker.metrics;
             metrics.ttft_seconds.observe(waited.as_secs_f64());
-            let is_stream = parts
-                .headers
-                .get(CONTENT_TYPE)
-                .is_some_and(|value| value.as_bytes().starts_with(b"text/event-stream"));
-            let forwarded = if is_stream {
+            let forwarded = if is_event_stream(&parts.headers) {
                 self.client.begin_stream(*parts);
                 Forwarded::Stream(fetched.then(|| AnswerCorrector::new(self.cached_tokens)))
             } else {
