@@ -31,6 +31,7 @@ mod chunks;
 mod detail;
 mod evict;
 mod holders;
+mod line;
 mod lookup;
 mod node;
 mod pending;
