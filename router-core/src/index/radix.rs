@@ -31,7 +31,6 @@ mod chunks;
 mod detail;
 mod evict;
 mod holders;
-mod line;
 mod lookup;
 mod node;
 mod pending;

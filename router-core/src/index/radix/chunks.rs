@@ -50,16 +50,6 @@ impl Place {
         Self((chunk << CHUNK_BITS) | offset as u32)
     }
 
-    /// Returns a number that is zero for no block.
-    pub(super) const fn inverted(self) -> u32 {
-        !self.0
-    }
-
-    /// Reads what [`inverted`](Self::inverted) returned.
-    pub(super) const fn from_inverted(number: u32) -> Self {
-        Self(!number)
-    }
-
     pub(super) const fn chunk(self) -> ChunkId {
         self.0 >> CHUNK_BITS
     }

@@ -5,7 +5,7 @@ use hashbrown::HashMap;
 use super::chunks::{ChunkId, Place};
 use super::pending::Pending;
 use super::record::{Code, Record, Residency, Verdict};
-use super::table::{Found, KeyHash, KeyTable};
+use super::table::{Found, KeyHash, KeyTable, Passed};
 use super::tree::shrink;
 use crate::index::{EngineHash, EngineKey, Tier, TierBlocks};
 
@@ -54,6 +54,8 @@ pub(super) struct Unit {
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Step {
     hash: KeyHash,
+    /// One line did not tell what is known of the key.
+    passed: bool,
     /// What was known of the key before.
     pub(super) known: Option<Known>,
     /// Last block of its unit.
@@ -108,6 +110,7 @@ impl SlotState {
             self.ints.prefetch(hash);
             Step {
                 hash,
+                passed: false,
                 known: None,
                 at: Place::NONE,
                 verdict: Verdict::Place,
@@ -119,11 +122,26 @@ impl SlotState {
 
     /// Notes what is known of each key.
     pub(super) fn look_up(&self, keys: &[EngineKey], steps: &mut [Step]) {
-        for (key, step) in keys.iter().zip(steps) {
+        let mut unsettled = false;
+        for (key, step) in keys.iter().zip(&mut *steps) {
             step.known = match int(key) {
-                Some(hash) => self.ints.find(hash, step.hash).map(Known::of),
+                Some(hash) => match self.ints.find_at_home(hash, step.hash) {
+                    Ok(found) => found.map(Known::of),
+                    Err(Passed) => {
+                        step.passed = true;
+                        unsettled = true;
+                        None
+                    }
+                },
                 None => self.others.get(key).copied(),
             };
+        }
+        if !unsettled {
+            return;
+        }
+        for (key, step) in keys.iter().zip(steps).filter(|(_, step)| step.passed) {
+            let found = int(key).and_then(|hash| self.ints.find(hash, step.hash));
+            step.known = found.map(Known::of);
         }
     }
 

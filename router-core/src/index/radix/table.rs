@@ -6,14 +6,13 @@
 //! a rebuild reads and writes in order.
 
 use super::chunks::Place;
-use super::line::{self, LINE_WORDS, Line, WIDTH};
 use super::record::Code;
 use crate::prefetch::prefetch;
 
 /// A table of keys, each with its place and state.
 #[derive(Debug)]
 pub(super) struct KeyTable {
-    lines: Lines,
+    buckets: Vec<Bucket>,
     len: usize,
     /// Keys that the slot's engine can hold, 0 when unknown.
     expected: usize,
@@ -22,22 +21,28 @@ pub(super) struct KeyTable {
     seed: u64,
 }
 
-/// Lines in memory that begins at a cache line.
-#[derive(Debug, Default)]
-struct Lines {
-    words: Vec<u64>,
-    /// Words before the first cache line.
-    skipped: usize,
+/// One cache line.
+#[derive(Clone, Copy, Debug)]
+#[repr(C, align(64))]
+struct Bucket {
+    keys: [u64; WIDTH],
+    places: [Place; WIDTH],
+    /// Bits 0-24: a [`Code`] for each key; 25-31: keys that passed by, which at 127 is no longer counted.
+    meta: u32,
 }
 
 /// Where a key lies in the table, until the next insertion.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Found {
-    line: usize,
+    bucket: usize,
     index: usize,
     pub(super) place: Place,
     pub(super) code: Code,
 }
+
+/// Keys passed the first line of a search, and the one that is searched may be among them.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Passed;
 
 /// Hash of a key in one table.
 #[derive(Clone, Copy, Debug, Default)]
@@ -46,7 +51,7 @@ pub(super) struct KeyHash(u64);
 impl Default for KeyTable {
     fn default() -> Self {
         Self {
-            lines: Lines::default(),
+            buckets: Vec::new(),
             len: 0,
             expected: 0,
             steady: false,
@@ -65,7 +70,7 @@ impl KeyTable {
     }
 
     pub(super) fn bytes(&self) -> usize {
-        self.lines.words.capacity() * size_of::<u64>()
+        self.buckets.capacity() * size_of::<Bucket>()
     }
 
     /// Takes note of how many keys the slot's engine can hold (0: unknown), which later growth goes by.
@@ -79,45 +84,68 @@ impl KeyTable {
     }
 
     pub(super) fn find(&self, key: u64, hash: KeyHash) -> Option<Found> {
-        let lines = self.lines.all();
-        let mut at = home(hash, lines.len())?;
-        for _ in 0..lines.len() {
-            let line = &lines[at];
-            if let Some(index) = line::find(line, key) {
+        let mut bucket = self.home(hash)?;
+        for _ in 0..self.buckets.len() {
+            let line = &self.buckets[bucket];
+            if let Some(index) = line.find(key) {
                 return Some(Found {
-                    line: at,
+                    bucket,
                     index,
-                    place: line::place(line, index),
-                    code: line::code(line, index),
+                    place: line.places[index],
+                    code: line.code(index),
                 });
             }
-            if line::passed(line) == 0 {
+            if line.passed() == 0 {
                 return None;
             }
-            at = after(at, lines.len());
+            bucket = self.after(bucket);
         }
         None
     }
 
+    /// Finds a key in the first line of its search. Where that does not settle it, asks for the next line and returns an error:
+    /// then [`find`](Self::find) will find that line near. A line that is full is followed by the next one when its key is
+    /// entered, so that is asked for as well.
+    pub(super) fn find_at_home(&self, key: u64, hash: KeyHash) -> Result<Option<Found>, Passed> {
+        let Some(home) = self.home(hash) else {
+            return Ok(None);
+        };
+        let line = &self.buckets[home];
+        if let Some(index) = line.find(key) {
+            return Ok(Some(Found {
+                bucket: home,
+                index,
+                place: line.places[index],
+                code: line.code(index),
+            }));
+        }
+        if line.free() == WIDTH {
+            prefetch(&self.buckets[self.after(home)]);
+        }
+        if line.passed() > 0 {
+            Err(Passed)
+        } else {
+            Ok(None)
+        }
+    }
+
     /// Asks for the first line of a key's search, so that what follows finds it in the cache.
     pub(super) fn prefetch(&self, hash: KeyHash) {
-        let lines = self.lines.all();
-        if let Some(home) = home(hash, lines.len()) {
-            prefetch(&lines[home]);
+        if let Some(home) = self.home(hash) {
+            prefetch(&self.buckets[home]);
         }
     }
 
     /// Adds a key unless it is there, telling whether it was not. There must be room: see [`reserve`](Self::reserve).
     pub(super) fn insert(&mut self, key: u64, hash: KeyHash, place: Place, code: Code) -> bool {
-        let lines = self.lines.all_mut();
-        let Some(home) = home(hash, lines.len()) else {
+        let Some(home) = self.home(hash) else {
             debug_assert!(false, "room was reserved");
             return false;
         };
-        if line::find(&lines[home], key).is_some() {
+        if self.buckets[home].passed() > 0 && self.find(key, hash).is_some() {
             return false;
         }
-        if line::passed(&lines[home]) > 0 && self.find(key, hash).is_some() {
+        if self.buckets[home].find(key).is_some() {
             return false;
         }
         self.add(key, home, place, code);
@@ -126,34 +154,32 @@ impl KeyTable {
 
     /// Adds a key that is not there.
     fn add(&mut self, key: u64, home: usize, place: Place, code: Code) {
-        let lines = self.lines.all_mut();
-        let mut at = home;
-        while !line::insert(&mut lines[at], key, place, code) {
-            line::pass(&mut lines[at], 1);
-            at = after(at, lines.len());
+        let mut bucket = home;
+        while !self.buckets[bucket].insert(key, place, code) {
+            self.buckets[bucket].pass(1);
+            bucket = self.after(bucket);
         }
         self.len += 1;
     }
 
     pub(super) fn replace(&mut self, found: Found, place: Place, code: Code) {
-        line::set(
-            &mut self.lines.all_mut()[found.line],
-            found.index,
-            place,
-            code,
-        );
+        let line = &mut self.buckets[found.bucket];
+        line.places[found.index] = place;
+        line.set_code(found.index, code);
     }
 
     pub(super) fn remove(&mut self, hash: KeyHash, found: Found) {
-        let lines = self.lines.all_mut();
-        line::remove(&mut lines[found.line], found.index);
+        let line = &mut self.buckets[found.bucket];
+        line.keys[found.index] = 0;
+        line.places[found.index] = Place::NONE;
+        line.set_code(found.index, Code::default());
         self.len -= 1;
-        let Some(mut at) = home(hash, lines.len()) else {
+        let Some(mut bucket) = self.home(hash) else {
             return;
         };
-        while at != found.line {
-            line::pass(&mut lines[at], -1);
-            at = after(at, lines.len());
+        while bucket != found.bucket {
+            self.buckets[bucket].pass(-1);
+            bucket = self.after(bucket);
         }
     }
 
@@ -163,7 +189,7 @@ impl KeyTable {
     /// there. One that has shrunk, or is beyond what was expected, grows by a fifth.
     pub(super) fn reserve(&mut self, more: usize) {
         let needed = self.len + more;
-        let room = room(self.lines.all().len());
+        let room = room(self.buckets.len());
         if needed <= room {
             return;
         }
@@ -182,12 +208,11 @@ impl KeyTable {
     /// Gives idle room back once a third of it is enough: later than growth by doubling leaves it, so that a cache which
     /// swings around its capacity keeps its table. A table of the expected size waits until it is empty.
     pub(super) fn shrink(&mut self) {
-        let lines = self.lines.all().len();
-        let room = room(lines);
+        let room = room(self.buckets.len());
         let is_expected = room <= self.expected + self.expected / 8;
         if self.len == 0 {
-            self.lines = Lines::default();
-        } else if self.len < room / 3 && lines > SMALL && !is_expected {
+            self.buckets = Vec::new();
+        } else if self.len < room / 3 && self.buckets.len() > SMALL && !is_expected {
             self.steady = true;
             self.resize(self.len + self.len / 8);
         }
@@ -198,87 +223,148 @@ impl KeyTable {
         self.expected = 0;
         self.steady = true;
         let keys = self.len + self.len / 8;
-        if keys < room(self.lines.all().len()) {
+        if keys < room(self.buckets.len()) {
             self.resize(keys);
         }
     }
 
     pub(super) fn iter(&self) -> impl Iterator<Item = (u64, Place, Code)> {
-        self.lines.all().iter().flat_map(line::iter)
+        self.buckets.iter().flat_map(Bucket::iter)
     }
 
     /// Changes the state of every key.
     pub(super) fn change_codes(&mut self, change: impl Fn(Code) -> Code) {
-        for line in self.lines.all_mut() {
+        for line in &mut self.buckets {
             for index in 0..WIDTH {
-                if line::place(line, index) != Place::NONE {
-                    line::set_code(line, index, change(line::code(line, index)));
+                if line.places[index] != Place::NONE {
+                    line.set_code(index, change(line.code(index)));
                 }
             }
         }
     }
 
     fn resize(&mut self, keys: usize) {
-        let lines = (keys * LOAD.1).div_ceil(LOAD.0 * WIDTH).max(1);
-        let old = std::mem::replace(&mut self.lines, Lines::zeroed(lines));
+        let buckets = (keys * LOAD.1).div_ceil(LOAD.0 * WIDTH).max(1);
+        let old = std::mem::replace(&mut self.buckets, vec![Bucket::EMPTY; buckets]);
         self.len = 0;
-        for (key, place, code) in old.all().iter().flat_map(line::iter) {
-            if let Some(home) = home(self.hash(key), lines) {
-                self.add(key, home, place, code);
+        for line in &old {
+            for (key, place, code) in line.iter() {
+                if let Some(home) = self.home(self.hash(key)) {
+                    self.add(key, home, place, code);
+                }
             }
         }
     }
-}
 
-impl Lines {
-    /// Takes zeroed memory for so many lines.
-    fn zeroed(lines: usize) -> Self {
-        if lines == 0 {
-            return Self::default();
+    /// Returns the bucket that a key belongs in; `None` without buckets.
+    #[expect(
+        clippy::cast_possible_truncation,
+        reason = "the high half of the product is below the number of buckets"
+    )]
+    fn home(&self, hash: KeyHash) -> Option<usize> {
+        let home = ((u128::from(hash.0) * self.buckets.len() as u128) >> 64) as usize;
+        (home < self.buckets.len()).then_some(home)
+    }
+
+    const fn after(&self, bucket: usize) -> usize {
+        if bucket + 1 == self.buckets.len() {
+            0
+        } else {
+            bucket + 1
         }
-        // Asked for as words: memory of a greater alignment would be zeroed by hand.
-        let words = vec![0; (lines + 1) * LINE_WORDS - 1];
-        let skipped = words.as_ptr().align_offset(size_of::<Line>());
-        // Where alignment cannot be told, lines lie across cache lines and all else stays as it is.
-        let skipped = skipped.min(LINE_WORDS - 1);
-        Self { words, skipped }
-    }
-
-    fn all(&self) -> &[Line] {
-        self.words[self.skipped..].as_chunks().0
-    }
-
-    fn all_mut(&mut self) -> &mut [Line] {
-        self.words[self.skipped..].as_chunks_mut().0
     }
 }
 
-/// Returns the line that a key belongs in; `None` without lines.
-#[expect(
-    clippy::cast_possible_truncation,
-    reason = "the high half of the product is below the number of lines"
-)]
-fn home(hash: KeyHash, lines: usize) -> Option<usize> {
-    let home = ((u128::from(hash.0) * lines as u128) >> 64) as usize;
-    (home < lines).then_some(home)
+impl Bucket {
+    const EMPTY: Self = Self {
+        keys: [0; WIDTH],
+        places: [Place::NONE; WIDTH],
+        meta: 0,
+    };
+
+    /// Compares all keys at once, without branches. A free place has key 0, which is a key like any other.
+    fn find(&self, key: u64) -> Option<usize> {
+        let mut hits = 0_u32;
+        for index in 0..WIDTH {
+            hits |= u32::from(self.keys[index] == key) << index;
+        }
+        if hits == 0 {
+            return None;
+        }
+        (0..WIDTH).find(|&index| hits >> index & 1 == 1 && self.places[index] != Place::NONE)
+    }
+
+    /// Returns the first free index, [`WIDTH`] when there is none; without branches, since it may be any.
+    fn free(&self) -> usize {
+        let mut free = 1_u32 << WIDTH;
+        for index in 0..WIDTH {
+            free |= u32::from(self.places[index] == Place::NONE) << index;
+        }
+        free.trailing_zeros() as usize
+    }
+
+    fn insert(&mut self, key: u64, place: Place, code: Code) -> bool {
+        let index = self.free();
+        if index == WIDTH {
+            return false;
+        }
+        self.keys[index] = key;
+        self.places[index] = place;
+        self.set_code(index, code);
+        true
+    }
+
+    const fn code(&self, index: usize) -> Code {
+        Code::from_bits(self.meta >> shift(index))
+    }
+
+    const fn set_code(&mut self, index: usize, code: Code) {
+        let shift = shift(index);
+        self.meta = (self.meta & !(Code::MASK << shift)) | (code.bits() << shift);
+    }
+
+    const fn passed(&self) -> u32 {
+        self.meta >> PASSED_SHIFT
+    }
+
+    const fn pass(&mut self, by: i32) {
+        if self.passed() < PASSED_MAX {
+            let passed = self.passed().saturating_add_signed(by);
+            self.meta = (self.meta & ((1 << PASSED_SHIFT) - 1)) | (passed << PASSED_SHIFT);
+        }
+    }
+
+    fn iter(&self) -> impl Iterator<Item = (u64, Place, Code)> {
+        (0..WIDTH)
+            .filter(|&index| self.places[index] != Place::NONE)
+            .map(|index| (self.keys[index], self.places[index], self.code(index)))
+    }
 }
 
-const fn after(line: usize, lines: usize) -> usize {
-    if line + 1 == lines { 0 } else { line + 1 }
+/// Returns how many keys so many buckets take.
+const fn room(buckets: usize) -> usize {
+    buckets * WIDTH * LOAD.0 / LOAD.1
 }
 
-/// Returns how many keys so many lines take.
-const fn room(lines: usize) -> usize {
-    lines * WIDTH * LOAD.0 / LOAD.1
+/// Returns where the code of a key lies in a bucket's meta word.
+#[expect(clippy::cast_possible_truncation, reason = "an index is below WIDTH")]
+const fn shift(index: usize) -> u32 {
+    Code::BITS * index as u32
 }
+
+/// Keys a bucket: what 64 bytes hold with 8 bytes of key, 4 of place and 5 bits of state each.
+const WIDTH: usize = 5;
 
 /// Fullest that a table gets. At 7/8 a search for a new key reads about 1.4 lines.
 const LOAD: (usize, usize) = (7, 8);
 
+const PASSED_SHIFT: u32 = 25;
+const PASSED_MAX: u32 = 127;
+
 /// Most expected keys for which a table takes its full size with the first of them, 3.8 MB.
 const AT_ONCE: usize = 1 << 18;
 
-/// Lines that are not worth giving back.
+/// Buckets that are not worth giving back.
 const SMALL: usize = 8;
 
 /// The fractional part of the golden ratio in 64 bits, as in Fibonacci hashing.
@@ -299,17 +385,8 @@ mod tests {
     }
 
     #[test]
-    fn a_line_is_one_cache_line() {
-        assert_eq!(size_of::<Line>(), 64);
-        for lines in 1..9 {
-            let lines = Lines::zeroed(lines);
-            let all = lines.all();
-            assert!(
-                all.iter()
-                    .all(|line| std::ptr::from_ref(line).addr() % 64 == 0)
-            );
-            assert_eq!(all.len(), (lines.words.len() + 1) / LINE_WORDS - 1);
-        }
+    fn a_bucket_is_one_cache_line() {
+        assert_eq!(size_of::<Bucket>(), 64);
     }
 
     #[test]
@@ -342,9 +419,9 @@ mod tests {
         }
     }
 
-    /// Returns the memory of a table made for so many keys: five a line, at most 7/8 full, and what alignment costs.
+    /// Returns the memory of a table made for so many keys: five a line, at most 7/8 full.
     fn bytes_for(keys: usize) -> usize {
-        (keys * 8).div_ceil(5 * 7) * 64 + 56
+        (keys * 8).div_ceil(5 * 7) * 64
     }
 
     #[test]
