@@ -233,6 +233,12 @@ impl Workload {
         self.held[worker as usize]
     }
 
+    /// Returns the blocks that the fullest worker holds.
+    #[must_use]
+    pub fn held_by_fullest(&self) -> u64 {
+        self.held.iter().copied().max().unwrap_or(0)
+    }
+
     /// Returns the number of a random conversation among those at `places` of the population.
     pub fn random(&mut self, places: std::ops::Range<u32>) -> u32 {
         let place = self.rng.u32(places);

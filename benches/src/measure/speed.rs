@@ -218,13 +218,13 @@ fn put_stores(cells: &mut Cells, name: &str, nanos: f64) {
     put(cells, format!("{name}_mblocks_per_cpu_s"), 1e3 / nanos);
 }
 
-/// The workload fills a worker's cache to 95 %.
+/// Engines of one size, of which the workload fills the fullest to 95 %: none can hold more than its capacity.
 fn sized_store_ns<S: Subject>(shape: Shape) -> f64 {
     let mut workload = Workload::new(shape);
     workload.fill(drop);
     let held = workload.held_blocks();
+    let blocks = workload.held_by_fullest() * 20 / 19;
     drop(workload);
-    let blocks = held / u64::from(shape.workers) * 20 / 19;
     let sized = Filled::<S>::sized(shape, usize::try_from(blocks).unwrap_or(usize::MAX));
     sized.cpu.as_secs_f64() * 1e9 / float(held)
 }
