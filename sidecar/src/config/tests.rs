@@ -291,12 +291,38 @@ fn a_handoff_needs_what_only_a_measurement_can_tell() {
 
 #[test]
 fn the_documented_handoff_is_accepted_and_shows_the_defaults() {
-    let text = include_str!("../../../docs/handoff.md");
-    let (_, rest) = text.split_once("```yaml\n").unwrap();
-    let (example, _) = rest.split_once("```").unwrap();
-    let config = yaml(example).unwrap();
+    let config = yaml(example(include_str!("../../../docs/handoff.md"))).unwrap();
     assert_eq!(config.workers.len(), 2);
     let short =
         yaml("handoff: {kv_bytes_per_token: 114688, link_bytes_per_second: 104e6}").unwrap();
     assert_eq!(config.handoff, short.handoff);
+}
+
+#[test]
+fn the_documented_process_is_accepted() {
+    let text = include_str!("../../../docs/pool.md");
+    let (_, section) = text.split_once("## Engines on this machine").unwrap();
+    let config = yaml(example(section)).unwrap();
+    let template = &config.processes[0];
+    assert_eq!(
+        (template.fixed_replicas(), template.ready_seconds),
+        (None, 1200.0)
+    );
+    let events = template
+        .command
+        .last()
+        .unwrap()
+        .replace("{events_port}", "1")
+        .replace("{replay_port}", "2");
+    let events: serde_json::Value = serde_json::from_str(&events).unwrap();
+    assert_eq!(
+        (&events["endpoint"], &events["replay_endpoint"]),
+        (&"tcp://*:1".into(), &"tcp://*:2".into())
+    );
+}
+
+/// The first YAML of a document.
+fn example(text: &str) -> &str {
+    let (_, rest) = text.split_once("```yaml\n").unwrap();
+    rest.split_once("```").unwrap().0
 }
