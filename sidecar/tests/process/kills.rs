@@ -245,6 +245,20 @@ fn a_terminated_sidecar_ends_its_engines_politely_and_in_the_end_not() {
 }
 
 #[test]
+fn what_an_engine_leaves_behind_is_not_waited_for_as_long_as_the_engine() {
+    let (machine, template) = (Machine::new(), unique());
+    let script = "(trap '' TERM; while :; do sleep 0.1; done) & exec $ENGINE";
+    let mut sidecar = machine.serve(&[format!(
+        "name: {template}, command: {}, stop_seconds: 600",
+        shell(script)
+    )]);
+    sidecar.until(&format!("{template}-0"), "serving");
+    kill("TERM", &[sidecar.child.id()]);
+    assert_eq!(sidecar.exit_within(Duration::from_secs(60)), 0);
+    sidecar.nothing_is_left(&[]);
+}
+
+#[test]
 fn a_second_signal_does_not_wait_and_still_leaves_nothing() {
     let machine = Machine::new();
     let name = unique();

@@ -14,11 +14,11 @@ fn engines_start_on_their_own_ports_and_gpus_and_are_shown() {
     let script = "echo gpus=$CUDA_VISIBLE_DEVICES order=$CUDA_DEVICE_ORDER index=$INDEX; pwd; exec $ENGINE --events tcp://127.0.0.1:$EVENTS";
     let command = shell(script).replace("PORT:", "EVENTS: '{events_port}', PORT:");
     let template = format!(
-        "name: {name}, command: {command}, gpus: [[0, 1], 2], role: decode, labels: {{zone: a}}, cwd: /proc, {QUICK}"
+        "name: {name}, command: {command}, gpus: [[MIG-a, MIG-b], MIG-c], role: decode, labels: {{zone: a}}, cwd: /proc, {QUICK}"
     );
     let sidecar = machine.serve(&[template]);
     let mut ports = BTreeSet::new();
-    for (index, gpus) in [(0, "0,1"), (1, "2")] {
+    for (index, gpus) in [(0, "MIG-a,MIG-b"), (1, "MIG-c")] {
         let name = format!("{name}-{index}");
         let process = sidecar.until(&name, "serving");
         let own = process["ports"].as_object().unwrap();
@@ -56,16 +56,15 @@ fn engines_start_on_their_own_ports_and_gpus_and_are_shown() {
     sidecar.says(&["all engines are ready", "engines=2"]);
     assert_eq!(sidecar.get(&format!("/v1/processes/{name}-7/log")).0, 404);
     assert_eq!(sidecar.get("/v1/processes/log").0, 404);
-    // This machine has no driver, or one that has fewer cards: then the start is refused.
-    let why = sidecar.report()["gpus"]["error"]
-        .as_str()
-        .map(str::to_owned);
-    let said = sidecar
-        .log()
-        .iter()
-        .filter(|line| line.contains("libnvidia-ml"))
-        .count();
-    assert!(why.is_none_or(|why| why.contains("libnvidia-ml.so.1") && said == 1));
+    // Parts of a card are not in NVML's list of cards, so this holds with a driver and without.
+    if let Some(why) = sidecar.report()["gpus"]["error"].as_str() {
+        let log = sidecar.log();
+        let said = log.iter().filter(|line| line.contains("libnvidia-ml"));
+        assert!(
+            why.contains("libnvidia-ml.so.1") && said.count() == 1,
+            "{log:#?}"
+        );
+    }
 }
 
 #[test]

@@ -137,9 +137,16 @@ async fn watch(args: &GuardArgs) -> io::Result<()> {
     };
     let left = match args.stage {
         Stage::Inner => {
-            let grace = seconds(args.stop_seconds);
+            let stop = seconds(args.stop_seconds);
+            let engine = proc::identity(child);
+            let mut ended = (!is_asked).then_some(Duration::ZERO);
             // What an engine that ended leaves behind is not waited for long: the next one needs its memory.
-            let grace = if is_asked { grace } else { grace.min(REST) };
+            let grace = |elapsed| {
+                if !engine.is_some_and(proc::is_alive) {
+                    ended.get_or_insert(elapsed);
+                }
+                ended.map_or(stop, |at| stop.min(at + REST))
+            };
             // At once where it ended by itself: nobody should wait for it until the rest has ended, too.
             let told = family.report_exit();
             let left = end_descendants(grace).await;
@@ -156,7 +163,7 @@ async fn watch(args: &GuardArgs) -> io::Result<()> {
                 let most = seconds(args.stop_seconds) + PATIENCE + REST;
                 let _ = tokio::time::timeout(most, family.until_over(child)).await;
             }
-            end_descendants(Duration::ZERO).await
+            end_descendants(|_| Duration::ZERO).await
         }
     };
     if !left.is_empty() {
@@ -212,7 +219,7 @@ impl Family {
     }
 }
 
-async fn end_descendants(grace: Duration) -> Vec<Identity> {
+async fn end_descendants(grace: impl FnMut(Duration) -> Duration) -> Vec<Identity> {
     let own = std::process::id();
     proc::end(|all| proc::descendants(all, own), grace).await
 }

@@ -192,7 +192,7 @@ impl Follower {
         if let Some(engine) = engine {
             // Nothing, unless both guards were killed.
             let select = |all: &[proc::Stat]| strays::of_engine(all, engine, &self.name, &self.run);
-            let left = proc::end(select, Duration::ZERO).await;
+            let left = proc::end(select, |_| Duration::ZERO).await;
             end.left.extend(left.iter().map(|id| id.pid));
             end.left.sort_unstable();
             end.left.dedup();

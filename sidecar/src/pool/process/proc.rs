@@ -159,20 +159,25 @@ pub(super) fn signal(id: Identity, signal: Signal) -> io::Result<()> {
     }
 }
 
-/// Ends every process that `select` finds, and those that it finds later: politely for `grace`, then not. Returns what is
-/// still there `PATIENCE` after that: processes that hang in the kernel, as in a driver, take no signal.
-pub(super) async fn end(select: impl Fn(&[Stat]) -> Vec<Stat>, grace: Duration) -> Vec<Identity> {
+/// Ends every process that `select` finds, and those that it finds later: politely at first, and not once `grace` has passed,
+/// which is told how long that goes on already. Returns what is still there `PATIENCE` after that: processes that hang in the
+/// kernel, as in a driver, take no signal.
+pub(super) async fn end(
+    select: impl Fn(&[Stat]) -> Vec<Stat>,
+    mut grace: impl FnMut(Duration) -> Duration,
+) -> Vec<Identity> {
     let begin = Instant::now();
     let mut asked = HashSet::new();
     let mut pause = Duration::from_millis(5);
     loop {
         let found = select(&snapshot().await);
-        if found.is_empty() || begin.elapsed() > grace + PATIENCE {
+        let elapsed = begin.elapsed();
+        let grace = grace(elapsed);
+        if found.is_empty() || elapsed > grace + PATIENCE {
             return found.into_iter().map(|stat| stat.id).collect();
         }
-        let is_late = begin.elapsed() >= grace;
         for stat in found {
-            if is_late {
+            if elapsed >= grace {
                 let _ = signal(stat.id, Signal::KILL);
             } else if asked.insert(stat.id) {
                 let _ = signal(stat.id, Signal::TERM);
@@ -180,8 +185,13 @@ pub(super) async fn end(select: impl Fn(&[Stat]) -> Vec<Stat>, grace: Duration) 
                 let _ = signal(stat.id, Signal::CONT);
             }
         }
-        let left = (begin + grace).saturating_duration_since(Instant::now());
-        tokio::time::sleep(if is_late { pause } else { pause.min(left) }).await;
+        let left = grace.saturating_sub(elapsed);
+        tokio::time::sleep(if left.is_zero() {
+            pause
+        } else {
+            pause.min(left)
+        })
+        .await;
         pause = (pause * 2).min(Duration::from_millis(100));
     }
 }
@@ -290,7 +300,7 @@ mod tests {
                 .collect()
         };
         let begin = Instant::now();
-        let left = end(select, Duration::from_millis(200)).await;
+        let left = end(select, |_| Duration::from_millis(200)).await;
         assert!(left.is_empty());
         assert!(begin.elapsed() >= Duration::from_millis(200));
         assert!(!reaper.join().unwrap().unwrap().success());

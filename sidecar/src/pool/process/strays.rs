@@ -143,7 +143,7 @@ pub(super) async fn stop(strays: &[Stray], grace: Duration) -> Vec<Identity> {
             .filter(|stat| ids.contains(&stat.id) && !stat.is_over);
         own.copied().collect()
     };
-    proc::end(select, grace).await
+    proc::end(select, |_| grace).await
 }
 
 #[cfg(test)]
