@@ -18,6 +18,7 @@ use crate::config::PolicyKind;
 use crate::fleet::Fleet;
 use crate::handoff::HandoffMetrics;
 use crate::pool::manager::PoolReport;
+use crate::pool::process::ProcessMetrics;
 use crate::request::Endpoint;
 use kvlane::Router;
 
@@ -36,6 +37,8 @@ pub struct Metrics {
     degraded: Gauge,
     /// Those of handoffs.
     pub handoff: HandoffMetrics,
+    /// What is counted of local engines.
+    pub processes: ProcessMetrics,
     workers: WorkerFamilies,
 }
 
@@ -144,6 +147,7 @@ impl Metrics {
             decision_seconds: Histogram::new(exponential_buckets(0.000_001, 2.0, 20)),
             degraded: Gauge::default(),
             handoff: HandoffMetrics::register(&mut registry),
+            processes: ProcessMetrics::register(&mut registry),
             workers: WorkerFamilies::new(&mut registry),
             registry: Registry::default(),
         };

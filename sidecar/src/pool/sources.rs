@@ -32,7 +32,7 @@ pub async fn start_processes(app: &Arc<App>) -> Result<(), ConfigError> {
     if templates.is_empty() {
         return Ok(());
     }
-    let started = Processes::start(templates).await;
+    let started = Processes::start(templates, app.metrics.processes.clone()).await;
     let (processes, roster) = started.map_err(ConfigError)?;
     app.follow_roster("processes", Absence::Ended, roster);
     let _ = app.processes.set(processes);

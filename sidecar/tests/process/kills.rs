@@ -54,6 +54,23 @@ impl Family {
     fn recovers_without(&self, old: &[u32]) {
         let serving = self.sidecar.until_back(&self.name, self.pid);
         assert_eq!(serving["restarts"], 1, "{serving}");
+        let name = &self.name;
+        let metric = |series: String| self.sidecar.metric(&series);
+        assert_eq!(
+            metric(format!(
+                "kvlane_process_restarts_total{{process=\"{name}\"}}"
+            )),
+            1.0
+        );
+        for (state, value) in [("serving", 1.0), ("pausing", 0.0), ("waiting", 0.0)] {
+            let labels = format!("process=\"{name}\",state=\"{state}\"");
+            assert_eq!(
+                metric(format!("kvlane_process_state{{{labels}}}")),
+                value,
+                "{state}"
+            );
+        }
+        assert_eq!(metric("kvlane_process_ready_seconds_count".to_owned()), 2.0);
         assert!(
             old.iter().all(|pid| !is_alive(*pid)),
             "of the old life {old:?} is left"

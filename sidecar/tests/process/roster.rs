@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use kvlane_sidecar::config::Config;
-use kvlane_sidecar::pool::process::Processes;
+use kvlane_sidecar::pool::process::{ProcessMetrics, Processes};
 use kvlane_sidecar::pool::roster::{Phase, RosterReader, Sighting};
 
 use crate::world::{KVLANE, QUICK, engine, kill, nothing_is_left, unique};
@@ -23,7 +23,12 @@ async fn engines_are_published_with_their_life_and_phase() {
         engine()
     );
     let config = Config::from_yaml(&text, "test").unwrap();
-    let started = Processes::start_under(&config.processes, PathBuf::from(KVLANE)).await;
+    let started = Processes::start_under(
+        &config.processes,
+        PathBuf::from(KVLANE),
+        ProcessMetrics::default(),
+    )
+    .await;
     let (processes, mut roster) = started.unwrap();
     let first = until(&mut roster, |list| !list.is_empty()).await;
     assert_eq!(first[0].phase, Phase::Starting);

@@ -5,7 +5,9 @@ use std::time::Duration;
 
 use serde_json::Value;
 
-use crate::world::{Machine, QUICK, engine, exchange, kill, shell, unique, within};
+use crate::world::{
+    Machine, QUICK, engine, exchange, kill, shell, unique, within, without_capacity,
+};
 
 #[test]
 fn engines_start_on_their_own_ports_and_gpus_and_are_shown() {
@@ -106,11 +108,9 @@ fn a_worker_that_does_not_get_ready_is_named_and_the_others_serve() {
 fn a_process_that_listens_and_tells_no_capacity_is_not_ready() {
     let machine = Machine::new();
     let name = unique();
-    // Answers everything with 200 and an empty object.
-    let script = "import http.server,os\nclass H(http.server.BaseHTTPRequestHandler):\n  def do_GET(self):\n    self.send_response(200)\n    self.end_headers()\n    self.wfile.write(b'{\"data\":[{\"id\":\"m\"}]}')\nhttp.server.HTTPServer(('127.0.0.1',int(os.environ['PORT'])),H).serve_forever()";
-    let script = serde_json::to_string(script).unwrap();
     let template = format!(
-        "name: {name}, ready_seconds: 12, command: [python3, -c, {script}], environment: {{PORT: '{{port}}'}}, {QUICK}"
+        "name: {name}, ready_seconds: 12, command: {}, {QUICK}",
+        without_capacity()
     );
     let sidecar = machine.serve(&[template]);
     let line = sidecar.says(&["engine failed", &name]);

@@ -6,7 +6,9 @@ use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 
-use crate::world::{KVLANE, Machine, QUICK, Sidecar, exchange, kill, unique, within};
+use crate::world::{
+    KVLANE, Machine, QUICK, Sidecar, exchange, kill, unique, within, without_capacity,
+};
 
 const COMPLETIONS: &str = "/v1/completions";
 
@@ -155,12 +157,7 @@ fn a_terminated_sidecar_finishes_its_requests_before_it_ends_its_engines() {
 #[test]
 fn an_engine_that_starts_gets_no_requests_before_it_is_ready() {
     let (machine, name) = (Machine::new(), unique());
-    // Healthy at once, and without a KV capacity for good.
-    let script = "import http.server,os\nclass H(http.server.BaseHTTPRequestHandler):\n  def do_GET(self):\n    self.send_response(200)\n    self.end_headers()\n    self.wfile.write(b'{\"data\":[{\"id\":\"sim\"}]}')\n  def do_POST(self):\n    self.send_response(500)\n    self.end_headers()\nhttp.server.ThreadingHTTPServer(('127.0.0.1',int(os.environ['PORT'])),H).serve_forever()";
-    let script = serde_json::to_string(script).unwrap();
-    let half = format!(
-        "name: {name}half, command: [python3, -c, {script}], environment: {{PORT: '{{port}}'}}, {QUICK}"
-    );
+    let half = format!("name: {name}half, command: {}, {QUICK}", without_capacity());
     let sidecar = machine.serve(&[slow(&name, 1), half]);
     until_ready(&sidecar, 1);
     let are_healthy = within(Duration::from_secs(10), || {

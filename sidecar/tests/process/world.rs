@@ -30,6 +30,19 @@ pub(crate) fn shell(script: &str) -> String {
     format!("[sh, -c, {script}], environment: {{PORT: '{{port}}', INDEX: '{{index}}'}}")
 }
 
+/// A process that answers everything as if it were ready, but has no KV capacity.
+pub(crate) fn without_capacity() -> String {
+    let script = "import http.server, os
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b'{\"data\":[{\"id\":\"sim\"}]}')
+http.server.ThreadingHTTPServer(('127.0.0.1', int(os.environ['PORT'])), Handler).serve_forever()";
+    let script = serde_json::to_string(script).unwrap();
+    format!("[python3, -c, {script}], environment: {{PORT: '{{port}}'}}")
+}
+
 /// Quick to give up and to start again.
 pub(crate) const QUICK: &str =
     "stop_seconds: 2, restart: {initial_seconds: 0.1, max_seconds: 1, give_up_failures: 4}";
@@ -151,6 +164,13 @@ impl Sidecar {
         let (status, report) = self.get("/v1/processes");
         assert_eq!(status, 200, "{report}");
         report
+    }
+
+    /// The value of a series of the metrics.
+    pub(crate) fn metric(&self, series: &str) -> f64 {
+        let text = text(self.admin, "GET", "/metrics", "").1;
+        let value = text.lines().find_map(|line| line.strip_prefix(series));
+        value.map_or(0.0, |value| value.trim().parse().unwrap())
     }
 
     /// What is said of one replica.
@@ -321,6 +341,14 @@ pub(crate) fn within(limit: Duration, mut is_true: impl FnMut() -> bool) -> bool
 
 /// One HTTP exchange; status 0 when the connection ended without an answer.
 pub(crate) fn exchange(address: SocketAddr, method: &str, path: &str, body: &str) -> (u16, Value) {
+    let (status, body) = text(address, method, path, body);
+    let begin = body.find('{').unwrap_or(0);
+    let end = body.rfind('}').map_or(0, |end| end + 1);
+    let body = body.get(begin..end).unwrap_or_default();
+    (status, serde_json::from_str(body).unwrap_or_default())
+}
+
+fn text(address: SocketAddr, method: &str, path: &str, body: &str) -> (u16, String) {
     let mut stream = TcpStream::connect(address).unwrap();
     stream
         .set_read_timeout(Some(Duration::from_secs(60)))
@@ -334,11 +362,7 @@ pub(crate) fn exchange(address: SocketAddr, method: &str, path: &str, body: &str
     let _ = stream.read_to_end(&mut answer);
     let answer = String::from_utf8_lossy(&answer);
     let Some((head, body)) = answer.split_once("\r\n\r\n") else {
-        return (0, Value::Null);
+        return (0, String::new());
     };
-    let status = head[9..12].parse().unwrap();
-    let begin = body.find('{').unwrap_or(0);
-    let end = body.rfind('}').map_or(0, |end| end + 1);
-    let body = body.get(begin..end).unwrap_or_default();
-    (status, serde_json::from_str(body).unwrap_or_default())
+    (head[9..12].parse().unwrap(), body.to_owned())
 }

@@ -6,7 +6,7 @@
 //! whatever session or group it makes for itself. When one guard is killed the other one is still there; when both are, the
 //! engine gets its death signal.
 //!
-//! A guard writes to its standard output, one report a line ([`Report`]); the engine writes to the guard's standard error.
+//! A guard writes to its standard output, one report a line; the engine writes to the guard's standard error.
 
 use std::ffi::OsString;
 use std::future::Future;

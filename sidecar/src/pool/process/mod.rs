@@ -17,6 +17,7 @@ pub mod guard;
 mod launch;
 mod life;
 mod log;
+mod metrics;
 mod muster;
 pub(crate) mod placeholders;
 mod ports;
@@ -39,6 +40,8 @@ use tracing::{info, warn};
 
 use crate::config::{Gpus, ProcessTemplate, seconds};
 use crate::pool::roster::{Roster, RosterReader};
+
+pub use metrics::ProcessMetrics;
 
 use board::Board;
 use gate::Gate;
@@ -74,8 +77,11 @@ impl Processes {
     ///
     /// # Errors
     /// Names the template and what it asks for that this machine does not have.
-    pub async fn start(templates: &[ProcessTemplate]) -> Result<(Arc<Self>, RosterReader), String> {
-        Self::start_under(templates, PathBuf::from(guard::OWN_BINARY)).await
+    pub async fn start(
+        templates: &[ProcessTemplate],
+        metrics: ProcessMetrics,
+    ) -> Result<(Arc<Self>, RosterReader), String> {
+        Self::start_under(templates, PathBuf::from(guard::OWN_BINARY), metrics).await
     }
 
     /// As [`start`](Self::start), with the path of a `kvlane` binary that has the guard: for programs that are not one.
@@ -85,6 +91,7 @@ impl Processes {
     pub async fn start_under(
         templates: &[ProcessTemplate],
         guard: PathBuf,
+        metrics: ProcessMetrics,
     ) -> Result<(Arc<Self>, RosterReader), String> {
         let inventory = inventory_for(templates).await;
         let known = match &inventory {
@@ -112,6 +119,7 @@ impl Processes {
             run_file: RunFile::new(folder.as_deref(), &run),
             run,
             guard,
+            metrics,
             ports: Ports::new(),
             gate: Gate::new(folder.clone()),
             folder,
@@ -199,6 +207,8 @@ impl Processes {
                 last_exit: None,
                 last_error: None,
             };
+            let (name, state) = (&record.name, record.state.as_str());
+            self.shared.metrics.entered(name, state, state);
             let log = Arc::new(Log::new(
                 &replica.name,
                 template.log_kib << 10,

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
-use serde::Serialize;
+use serde::{Serialize, Serializer};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use tracing::{error, info, warn};
@@ -16,6 +16,7 @@ use super::gate::{Gate, Turn};
 use super::launch::{self, Launch, Replica};
 use super::life::{Begin, End, Life};
 use super::log::Log;
+use super::metrics::ProcessMetrics;
 use super::muster::Muster;
 use super::ports::Ports;
 use super::probe::Probe;
@@ -33,6 +34,7 @@ pub(super) struct Shared {
     /// Where run files lie.
     pub(super) folder: Option<PathBuf>,
     pub(super) guard: PathBuf,
+    pub(super) metrics: ProcessMetrics,
     pub(super) ports: Ports,
     pub(super) gate: Gate,
     pub(super) board: Board,
@@ -72,8 +74,7 @@ pub(super) struct Record {
 }
 
 /// What a replica is at.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "kebab-case")]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum State {
     /// Processes of an earlier run are in its way.
     Blocked,
@@ -91,6 +92,28 @@ pub(super) enum State {
     Stopping,
     /// Ended because the sidecar ends.
     Stopped,
+}
+
+impl State {
+    /// Returns the name used in metrics and listings.
+    pub(super) const fn as_str(self) -> &'static str {
+        match self {
+            Self::Blocked => "blocked",
+            Self::Waiting => "waiting",
+            Self::Starting => "starting",
+            Self::Serving => "serving",
+            Self::Pausing => "pausing",
+            Self::GaveUp => "gave-up",
+            Self::Stopping => "stopping",
+            Self::Stopped => "stopped",
+        }
+    }
+}
+
+impl Serialize for State {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.serialize_str(self.as_str())
+    }
 }
 
 /// How a life came to its end.
@@ -135,6 +158,7 @@ impl Supervisor {
                 turn = resumed => turn,
             };
             self.record.lock().restarts += 1;
+            self.shared.metrics.restarted(&self.replica.name);
         }
         if self.record.lock().state != State::GaveUp {
             self.enter(State::Stopped);
@@ -253,12 +277,9 @@ impl Supervisor {
         }
         shared.gate.opened(self.template.model.as_deref());
         drop(turn);
-        let took = begin.elapsed();
-        info!(
-            process = name,
-            seconds = took.as_secs_f64(),
-            "engine is ready"
-        );
+        let took = begin.elapsed().as_secs_f64();
+        shared.metrics.was_ready_after(took);
+        info!(process = name, seconds = took, "engine is ready");
         shared.board.set_phase(&launch.worker.id, Phase::Serving);
         self.enter_because(State::Serving, None);
         self.muster.take(name, None);
@@ -371,6 +392,8 @@ impl Supervisor {
     fn enter(&self, state: State) {
         let mut record = self.record.lock();
         if record.state != state {
+            let (from, to) = (record.state.as_str(), state.as_str());
+            self.shared.metrics.entered(&self.replica.name, from, to);
             record.state = state;
             record.since = Instant::now();
         }
