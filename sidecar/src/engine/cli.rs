@@ -6,7 +6,7 @@ use std::time::Duration;
 use clap::{Args, ValueEnum};
 use kvlane::{Result, Role};
 
-use super::{Engine, EngineConfig, EventConfig, TransferConfig};
+use super::{Engine, EngineConfig, EventConfig, KvProtocol, TransferConfig};
 
 /// Flags of `kvlane engine`: a simulated vLLM with finite KV, KV events, metrics and vLLM's HTTP fields.
 #[derive(Args, Clone, Debug)]
@@ -39,6 +39,12 @@ pub struct EngineArgs {
     /// in the role both]
     #[arg(long, value_name = "ADDR")]
     pub kv_transfer: Option<SocketAddr>,
+    /// Whose fields tell it of handoffs
+    #[arg(long, value_enum, default_value_t = ProtocolArg::Nixl)]
+    pub kv_protocol: ProtocolArg,
+    /// Port of the bootstrap service of a prefill engine that takes part as SGLang's or Mooncake's
+    #[arg(long, value_name = "N", default_value_t = 8998)]
+    pub kv_bootstrap_port: u16,
     /// Milliseconds for which a prefill is held that nobody fetches
     #[arg(long, value_name = "N", default_value_t = 30_000)]
     pub kv_lease_ms: u64,
@@ -74,6 +80,17 @@ pub struct EngineArgs {
     pub seed: u64,
 }
 
+/// Values of `--kv-protocol`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum ProtocolArg {
+    /// vLLM's NIXL connector.
+    Nixl,
+    /// SGLang's bootstrap.
+    Sglang,
+    /// vLLM's Mooncake connector.
+    Mooncake,
+}
+
 /// Values of `--role`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum RoleArg {
@@ -102,6 +119,12 @@ impl EngineArgs {
             transfer: transfer.map(|listen| TransferConfig {
                 lease: Duration::from_millis(self.kv_lease_ms),
                 kv_bytes_per_token: self.kv_bytes_per_token,
+                protocol: match self.kv_protocol {
+                    ProtocolArg::Nixl => KvProtocol::Nixl,
+                    ProtocolArg::Sglang => KvProtocol::Sglang,
+                    ProtocolArg::Mooncake => KvProtocol::Mooncake,
+                },
+                bootstrap: SocketAddr::new(listen.ip(), self.kv_bootstrap_port),
                 ..TransferConfig::new(listen)
             }),
             listen: self.listen,

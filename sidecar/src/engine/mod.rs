@@ -26,15 +26,15 @@ use std::sync::atomic::Ordering;
 use std::thread::JoinHandle;
 use std::time::SystemTime;
 
-use kvlane::{Error, ErrorKind, Result};
+use kvlane::{Error, ErrorKind, Result, Role};
 use serde_json::json;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
-pub use self::cli::{EngineArgs, RoleArg, run};
+pub use self::cli::{EngineArgs, ProtocolArg, RoleArg, run};
 pub use self::config::{EngineConfig, EventConfig, EventFaults, ReplayLayout};
 pub use self::stats::EngineStats;
-pub use self::transfer::{Refusal, TransferConfig, TransferStats};
+pub use self::transfer::{KvProtocol, Refusal, TransferConfig, TransferStats};
 
 use self::http::{Server, Service};
 use self::kv::BlockPool;
@@ -99,11 +99,15 @@ impl Engine {
             Some(transfer) => {
                 let block_size = config.block_size as usize;
                 let inbox = inbox.clone();
-                Some(Connector::start(transfer, block_size, inbox, &cancel, &tasks).await?)
+                let serves_rooms = config.role.serves(Role::Prefill);
+                let starting =
+                    Connector::start(transfer, serves_rooms, block_size, inbox, &cancel, &tasks);
+                Some(starting.await?)
             }
             None => None,
         };
         let ledger = connector.as_ref().map(|connector| connector.ledger.clone());
+        let bootstrap = connector.as_ref().and_then(|connector| connector.bootstrap);
         let runner = Runner::new(inbox.clone(), scheduler, publisher, ledger.clone(), &config);
         let thread = std::thread::Builder::new()
             .name("kvlane-engine".to_owned())
@@ -126,6 +130,7 @@ impl Engine {
             model_name: config.model_name,
             events,
             ledger,
+            bootstrap,
             inbox,
             thread: Some(thread),
             cancel,
@@ -141,6 +146,7 @@ pub struct EngineHandle {
     model_name: String,
     events: Option<(BoundEvents, Arc<PublisherCounters>)>,
     ledger: Option<Arc<Ledger>>,
+    bootstrap: Option<SocketAddr>,
     inbox: Arc<Inbox>,
     thread: Option<JoinHandle<()>>,
     cancel: CancellationToken,
@@ -191,6 +197,12 @@ impl EngineHandle {
     pub fn transfers(&self) -> TransferStats {
         let ledger = self.ledger.as_ref();
         ledger.map_or_else(TransferStats::default, |ledger| ledger.stats())
+    }
+
+    /// Returns the address of the bootstrap service, where its protocol has one.
+    #[must_use]
+    pub const fn bootstrap_address(&self) -> Option<SocketAddr> {
+        self.bootstrap
     }
 
     /// Returns how many event batches were numbered so far.

@@ -10,7 +10,7 @@ use super::Service;
 use super::error::ApiError;
 use super::transfer;
 use crate::engine::tokenizer::ChatMessage;
-use crate::engine::transfer::Asked;
+use crate::engine::transfer::{Asked, RoomFields};
 
 /// Fields that both generating endpoints share.
 #[derive(Debug, Deserialize)]
@@ -23,6 +23,9 @@ pub(super) struct Sampling {
     stream_options: Option<StreamOptions>,
     cache_salt: Option<String>,
     kv_transfer_params: Option<Value>,
+    bootstrap_host: Option<Value>,
+    bootstrap_port: Option<Value>,
+    bootstrap_room: Option<Value>,
     /// The engine has no end token, so every answer is as long as asked; the field is checked for its type only.
     #[expect(dead_code, reason = "a wrong type is refused as by vLLM")]
     ignore_eos: Option<bool>,
@@ -136,7 +139,12 @@ impl Sampling {
             return Err(ApiError::bad_request(message, Some("stream_options")));
         }
         let whole = !stream && prompts.len() * samples == 1;
-        let asked = transfer::read(self.kv_transfer_params.as_ref(), service, whole)?;
+        let rooms = RoomFields {
+            host: self.bootstrap_host.as_ref(),
+            port: self.bootstrap_port.as_ref(),
+            room: self.bootstrap_room.as_ref(),
+        };
+        let asked = transfer::read(self.kv_transfer_params.as_ref(), rooms, service, whole)?;
         let options = self.stream_options.unwrap_or_default();
         let include_usage = options.include_usage.unwrap_or(false);
         Ok(Job {

@@ -191,6 +191,9 @@ async fn generate(
         return Ok(response);
     }
     let mut whole = answer.whole(outputs).await.ok_or(EngineStopped)?;
+    if let Err(error) = handoff.settle().await {
+        return Ok(refusal(&error));
+    }
     handoff.fill(&service, &mut whole);
     Ok(json_reply(StatusCode::OK, &whole))
 }
@@ -300,10 +303,14 @@ fn models(service: &Service) -> Value {
 }
 
 fn server_info(service: &Service) -> Value {
-    json!({
+    let mut info = json!({
         "simulated": true, "role": service.role, "model": service.model_name, "max_model_len": service.max_model_len,
         "block_size": service.block_size, "num_gpu_blocks": service.kv_blocks,
-    })
+    });
+    if let (Some(connector), Some(fields)) = (&service.connector, info.as_object_mut()) {
+        fields.extend(transfer::server_info(connector, service.role));
+    }
+    info
 }
 
 fn request_id(headers: &HeaderMap) -> String {

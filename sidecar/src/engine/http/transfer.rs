@@ -3,29 +3,40 @@
 use std::fmt::Write;
 
 use hyper::StatusCode;
-use serde_json::Value;
+use kvlane::Role;
+use serde_json::{Map, Value, json};
 
 use super::Service;
 use super::error::ApiError;
 use super::request::Job;
 use crate::engine::sequence::Handoff;
-use crate::engine::transfer::{Asked, Preparing, Refusal};
+use crate::engine::transfer::{
+    Asked, Connector, KvProtocol, OpenRoom, Preparing, Refusal, RoomFields,
+};
 
 /// What is done about a handoff while a request is served.
 #[derive(Debug)]
 pub(super) enum Handing {
     Nothing,
     Over(Preparing),
+    /// Into a room, which is closed before the claim is dropped.
+    InRoom(OpenRoom, Preparing),
     Fetched,
 }
 
-/// Reads `kv_transfer_params`. Only a request for one whole answer can hand over: a stream has no place for the reply's
-/// parameters.
+/// Reads what is asked of a handoff. Only a request for one whole answer can hand over: a stream has no place for the
+/// reply's parameters.
 pub(super) fn read(
     parameters: Option<&Value>,
+    rooms: RoomFields<'_>,
     service: &Service,
     whole: bool,
 ) -> Result<Asked, ApiError> {
+    if let Some(connector) = &service.connector
+        && connector.protocol == KvProtocol::Sglang
+    {
+        return sglang(rooms, service.role);
+    }
     let Some(parameters) = parameters.filter(|parameters| !parameters.is_null()) else {
         return Ok(Asked::Nothing);
     };
@@ -33,8 +44,8 @@ pub(super) fn read(
         tracing::warn!("kv_transfer_params ignored: this engine has no KV connector");
         return Ok(Asked::Nothing);
     };
-    match Asked::read(parameters) {
-        Ok(Asked::HandOver) if !whole => {
+    match Asked::read(connector.protocol, parameters) {
+        Ok(Asked::HandOver | Asked::Open(_)) if !whole => {
             tracing::warn!("nothing is handed over by a stream or by several sequences");
             Ok(Asked::Nothing)
         }
@@ -44,6 +55,22 @@ pub(super) fn read(
             Err(refused(reason))
         }
     }
+}
+
+/// SGLang is told by its own start what it does with a room. It refuses a request without one, as real servers in these
+/// modes do: neither kind can serve a request alone.
+fn sglang(rooms: RoomFields<'_>, role: Role) -> Result<Asked, ApiError> {
+    if role == Role::Both {
+        return Ok(Asked::Nothing);
+    }
+    let Some(meeting) = rooms.meeting() else {
+        let message = "Disaggregated request received without a bootstrap room.";
+        return Err(ApiError::bad_request(message, Some("bootstrap_room")));
+    };
+    Ok(match role {
+        Role::Prefill => Asked::Open(meeting.into_room()),
+        _ => Asked::Join(meeting),
+    })
 }
 
 /// Prepares what the request asks for: fetches the prompt's KV, or announces that it will be held.
@@ -57,15 +84,34 @@ pub(super) async fn prepare(service: &Service, id: &str, job: &Job) -> Result<Ha
             let content = connector.content(prompt, job.salt.as_deref());
             Ok(Handing::Over(connector.ledger.prepare(id, content)))
         }
-        Asked::Fetch(source) => {
-            if job.prompts.len() > 1 {
-                // They lead to one prompt's KV.
-                connector.ledger.count_fetch(Err(Refusal::Foreign));
-                return Err(refused(Refusal::Foreign));
+        Asked::Open(room) => {
+            let content = connector.content(prompt, job.salt.as_deref());
+            let preparing = connector.ledger.prepare(id, content);
+            let opened = connector
+                .rooms
+                .open(room, &connector.ledger, preparing.name());
+            match opened {
+                Ok(room) => Ok(Handing::InRoom(room, preparing)),
+                Err(reason) => {
+                    connector.ledger.count_fetch(Err(reason));
+                    Err(refused(reason))
+                }
             }
+        }
+        Asked::Fetch(_) | Asked::Join(_) if job.prompts.len() > 1 => {
+            // They lead to one prompt's KV.
+            connector.ledger.count_fetch(Err(Refusal::Foreign));
+            Err(refused(Refusal::Foreign))
+        }
+        Asked::Fetch(source) => {
             let content = connector.content(prompt, job.salt.as_deref());
             let fetched = connector.fetch(source, &content).await;
             fetched.map(|()| Handing::Fetched).map_err(refused)
+        }
+        Asked::Join(meeting) => {
+            let content = connector.content(prompt, job.salt.as_deref());
+            let taken = connector.join(meeting, &content).await;
+            taken.map(|()| Handing::Fetched).map_err(refused)
         }
     }
 }
@@ -75,8 +121,18 @@ impl Handing {
     pub(super) fn part(&self) -> Handoff {
         match self {
             Self::Nothing => Handoff::Whole,
-            Self::Over(preparing) => Handoff::HandOver(preparing.name().clone()),
+            Self::Over(preparing) | Self::InRoom(_, preparing) => {
+                Handoff::HandOver(preparing.name().clone())
+            }
             Self::Fetched => Handoff::Fetched,
+        }
+    }
+
+    /// Waits until what lies in a room was taken: only then the prefill leg is answered.
+    pub(super) async fn settle(&self) -> Result<(), ApiError> {
+        match self {
+            Self::InRoom(room, _) => room.taken().await.map_err(refused),
+            Self::Nothing | Self::Over(_) | Self::Fetched => Ok(()),
         }
     }
 
@@ -87,6 +143,34 @@ impl Handing {
             let cached = usize::try_from(cached.unwrap_or(0)).unwrap_or(usize::MAX);
             answer["kv_transfer_params"] = connector.parameters(preparing.name(), cached);
         }
+    }
+}
+
+/// Returns what the two kinds of engines tell of their connectors, where they tell anything.
+pub(super) fn server_info(connector: &Connector, role: Role) -> Map<String, Value> {
+    let kv_role = match role {
+        Role::Prefill => "kv_producer",
+        Role::Decode => "kv_consumer",
+        _ => "kv_both",
+    };
+    let vllm =
+        |name: &str| json!({"kv_transfer_config": {"kv_connector": name, "kv_role": kv_role}});
+    let info = match connector.protocol {
+        KvProtocol::Nixl => vllm("NixlConnector"),
+        KvProtocol::Mooncake => vllm("MooncakeConnector"),
+        KvProtocol::Sglang => {
+            let mode = if role == Role::Both {
+                json!("null")
+            } else {
+                json!(role)
+            };
+            let port = connector.bootstrap.map(|address| address.port());
+            json!({"disaggregation_mode": mode, "disaggregation_bootstrap_port": port})
+        }
+    };
+    match info {
+        Value::Object(fields) => fields,
+        _ => Map::new(),
     }
 }
 

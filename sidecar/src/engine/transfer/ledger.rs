@@ -284,6 +284,24 @@ impl Ledger {
         }
     }
 
+    /// Returns how what was held under `name` ended; `None` while it has not.
+    pub(super) fn ended(&self, name: &str) -> Option<Refusal> {
+        let state = self.state.lock();
+        let ended = state.ended.iter().rev().find(|(ended, _)| **ended == *name);
+        ended.map(|(_, reason)| *reason)
+    }
+
+    /// Frees what is held under `name`, unless it is being fetched: nobody will.
+    pub(super) fn give_up(&self, name: &Arc<str>) {
+        let mut state = self.state.lock();
+        let held = |entry: &Entry| matches!(entry.stage, Stage::Held { .. });
+        if state.entries.get(name).is_some_and(held) {
+            state.end(name, Refusal::Unknown);
+            drop(state);
+            self.inbox.free(Arc::clone(name));
+        }
+    }
+
     /// Ends leases as they run out.
     pub(super) async fn end_leases(self: Arc<Self>, cancel: CancellationToken) {
         loop {

@@ -8,9 +8,11 @@
 //! Bytes really move between processes, checksummed block by block. They are no model's: each block's are drawn from a
 //! digest of its tokens and its prefix, so that the fetching engine knows what must arrive.
 
+mod bootstrap;
 mod content;
 mod ledger;
 mod parameters;
+mod rooms;
 mod tcp;
 
 use std::fmt;
@@ -29,10 +31,14 @@ use tokio_util::task::TaskTracker;
 use super::runner::Inbox;
 
 pub use self::ledger::TransferStats;
+pub use self::rooms::KvProtocol;
 
+use self::bootstrap::Bootstrap;
 pub(super) use self::content::Content;
 pub(super) use self::ledger::{Ledger, Preparing};
 pub(super) use self::parameters::{Asked, Source};
+use self::rooms::Rooms;
+pub(super) use self::rooms::{Meeting, OpenRoom, RoomFields};
 use self::tcp::Tcp;
 
 /// How an engine takes part in handoffs.
@@ -40,8 +46,14 @@ use self::tcp::Tcp;
 pub struct TransferConfig {
     /// Listener that other engines fetch from; port 0 lets the system choose.
     pub listen: SocketAddr,
-    /// For how long blocks are held that nobody fetches (default 30 s, vLLM's `kv_lease_duration`).
+    /// For how long blocks are held that nobody fetches (default 30 s, vLLM's `kv_lease_duration`), and for how long the
+    /// legs of a concurrent protocol wait for each other (SGLang's are 300 s).
     pub lease: Duration,
+    /// By which fields it is asked (default NIXL's).
+    pub protocol: KvProtocol,
+    /// Listener of the bootstrap service, which concurrent protocols have beside a prefill engine; port 0 lets the system
+    /// choose (default: so, beside `listen`).
+    pub bootstrap: SocketAddr,
     /// Bytes that stand for one token's KV (default 64; a 0.6B model has 114,688). More moves more.
     pub kv_bytes_per_token: u32,
 }
@@ -52,6 +64,8 @@ impl TransferConfig {
     pub const fn new(listen: SocketAddr) -> Self {
         Self {
             listen,
+            protocol: KvProtocol::Nixl,
+            bootstrap: SocketAddr::new(listen.ip(), 0),
             lease: Duration::from_secs(30),
             kv_bytes_per_token: 64,
         }
@@ -126,29 +140,27 @@ type Fetching<'a> = Pin<Box<dyn Future<Output = std::result::Result<(), Refusal>
 #[derive(Debug)]
 pub(super) struct Connector {
     pub(super) ledger: Arc<Ledger>,
+    pub(super) protocol: KvProtocol,
+    pub(super) rooms: Arc<Rooms>,
+    /// Where its bootstrap service listens, if it has one.
+    pub(super) bootstrap: Option<SocketAddr>,
     transport: Box<dyn Transport>,
     address: SocketAddr,
     block_size: usize,
+    lease: Duration,
 }
 
 impl Connector {
     /// Binds the listener and starts to serve fetches and to end leases.
     pub(super) async fn start(
         config: &TransferConfig,
+        serves_rooms: bool,
         block_size: usize,
         inbox: Arc<Inbox>,
         cancel: &CancellationToken,
         tasks: &TaskTracker,
     ) -> Result<Self> {
-        let failed = |error: std::io::Error| {
-            let message = format!(
-                "cannot listen for fetches on {}; a free address such as 127.0.0.1:5600 is accepted",
-                config.listen
-            );
-            Error::new(ErrorKind::Config, message).with_source(error)
-        };
-        let listener = TcpListener::bind(config.listen).await.map_err(failed)?;
-        let address = listener.local_addr().map_err(failed)?;
+        let (listener, address) = bind("fetches", config.listen).await?;
         let ledger = Arc::new(Ledger::new(config.lease, inbox));
         let bytes = config.kv_bytes_per_token as usize;
         tasks.spawn(tcp::serve(
@@ -159,7 +171,25 @@ impl Connector {
             tasks.clone(),
         ));
         tasks.spawn(Arc::clone(&ledger).end_leases(cancel.clone()));
+        let rooms = Arc::new(Rooms::new());
+        let mut bootstrap = None;
+        if serves_rooms && config.protocol != KvProtocol::Nixl {
+            let (listener, at) = bind("decode engines", config.bootstrap).await?;
+            bootstrap = Some(at);
+            let service = Arc::new(Bootstrap {
+                protocol: config.protocol,
+                rooms: Arc::clone(&rooms),
+                engine_id: ledger.engine_id().to_owned(),
+                transfer: address,
+                block_size,
+            });
+            tasks.spawn(service.serve(listener, cancel.clone(), tasks.clone()));
+        }
         Ok(Self {
+            protocol: config.protocol,
+            rooms,
+            bootstrap,
+            lease: config.lease,
             ledger,
             transport: Box::new(Tcp::new(bytes)),
             address,
@@ -183,6 +213,21 @@ impl Connector {
         fetched
     }
 
+    /// Waits for a room and takes its KV.
+    pub(super) async fn join(
+        &self,
+        meeting: &Meeting,
+        content: &Content,
+    ) -> std::result::Result<(), Refusal> {
+        match bootstrap::join(meeting, self.lease).await {
+            Ok(source) => self.fetch(&source, content).await,
+            Err(reason) => {
+                self.ledger.count_fetch(Err(reason));
+                Err(reason)
+            }
+        }
+    }
+
     /// Returns the reply's fields for what is held under `name`; null when nothing is.
     pub(super) fn parameters(&self, name: &str, cached_tokens: usize) -> Value {
         let held = self.ledger.describe(name);
@@ -190,4 +235,16 @@ impl Connector {
             parameters::filled(&held, self.ledger.engine_id(), self.address, cached_tokens)
         })
     }
+}
+
+async fn bind(whom: &str, address: SocketAddr) -> Result<(TcpListener, SocketAddr)> {
+    let failed = |error: std::io::Error| {
+        let message = format!(
+            "cannot listen for {whom} on {address}; a free address such as 127.0.0.1:5600 is accepted"
+        );
+        Error::new(ErrorKind::Config, message).with_source(error)
+    };
+    let listener = TcpListener::bind(address).await.map_err(failed)?;
+    let address = listener.local_addr().map_err(failed)?;
+    Ok((listener, address))
 }

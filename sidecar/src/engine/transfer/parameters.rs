@@ -6,6 +6,7 @@ use serde_json::{Value, json};
 
 use super::Refusal;
 use super::ledger::Description;
+use super::rooms::{KvProtocol, Meeting, transfer_id};
 
 /// What a request asks for.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -16,6 +17,10 @@ pub(in crate::engine) enum Asked {
     HandOver,
     /// To fetch it.
     Fetch(Source),
+    /// To hold it in a room until it is taken.
+    Open(String),
+    /// To take it from a room.
+    Join(Meeting),
 }
 
 /// Where a prompt's KV lies.
@@ -28,24 +33,26 @@ pub(in crate::engine) struct Source {
 }
 
 impl Asked {
-    /// Reads the field; unknown keys in it are ignored.
-    pub(in crate::engine) fn read(parameters: &Value) -> Result<Self, Refusal> {
+    /// Reads the field as vLLM with this connector does; unknown keys in it are ignored.
+    pub(in crate::engine) fn read(
+        protocol: KvProtocol,
+        parameters: &Value,
+    ) -> Result<Self, Refusal> {
         let set = |name: &str| parameters.get(name) == Some(&Value::Bool(true));
-        if set("do_remote_prefill") {
-            return Source::read(parameters)
-                .map(Self::Fetch)
-                .ok_or(Refusal::Incomplete);
-        }
-        Ok(if set("do_remote_decode") {
-            Self::HandOver
-        } else {
-            Self::Nothing
-        })
+        let rooms = protocol == KvProtocol::Mooncake;
+        let asked = match (set("do_remote_prefill"), set("do_remote_decode")) {
+            (true, _) if rooms => Meeting::of_mooncake(parameters).map(Self::Join),
+            (true, _) => Source::read(parameters).map(Self::Fetch),
+            (false, true) if rooms => transfer_id(parameters).map(Self::Open),
+            (false, true) => Some(Self::HandOver),
+            (false, false) => Some(Self::Nothing),
+        };
+        asked.ok_or(Refusal::Incomplete)
     }
 }
 
 impl Source {
-    fn read(parameters: &Value) -> Option<Self> {
+    pub(super) fn read(parameters: &Value) -> Option<Self> {
         let text = |name: &str| {
             let text = parameters.get(name)?.as_str()?;
             (!text.is_empty() && text.len() <= MAX_TEXT).then(|| text.to_owned())
@@ -95,7 +102,8 @@ mod tests {
         let address = SocketAddr::from(([127, 0, 0, 1], 5600));
         let whole = filled(&held, "engine", address, 16);
         assert_eq!(whole["remote_block_ids"], json!([[1, 2]]));
-        let Ok(Asked::Fetch(source)) = Asked::read(&whole) else {
+        let read = |value: &Value| Asked::read(KvProtocol::Nixl, value);
+        let Ok(Asked::Fetch(source)) = read(&whole) else {
             panic!("{whole}");
         };
         assert_eq!(
@@ -110,12 +118,12 @@ mod tests {
         ] {
             let mut part = whole.clone();
             part[name] = Value::Null;
-            assert_eq!(Asked::read(&part), Err(Refusal::Incomplete), "{name}");
+            assert_eq!(read(&part), Err(Refusal::Incomplete), "{name}");
         }
         let asks = json!({"do_remote_decode": true, "do_remote_prefill": false});
-        assert_eq!(Asked::read(&asks), Ok(Asked::HandOver));
+        assert_eq!(read(&asks), Ok(Asked::HandOver));
         for nothing in [json!({}), json!(null), json!("text")] {
-            assert_eq!(Asked::read(&nothing), Ok(Asked::Nothing));
+            assert_eq!(read(&nothing), Ok(Asked::Nothing));
         }
     }
 }
