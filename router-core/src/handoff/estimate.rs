@@ -81,6 +81,19 @@ impl WorkerEstimate {
         self.prefill.measurements()
     }
 
+    /// Returns the usual gap, the stall by a prompt and that by an arriving cache, as far as they were measured.
+    pub(super) const fn stalls(&self) -> [Option<f64>; 3] {
+        [
+            self.gaps.median(),
+            self.prefill_stall.median(),
+            self.transfer_stall.median(),
+        ]
+    }
+
+    pub(super) fn stall_measurements(&self) -> usize {
+        self.prefill_stall.len() + self.transfer_stall.len()
+    }
+
     /// Returns what the measurements tell, if there is a speed among them.
     pub(super) fn known(&self) -> Option<WorkerSpeed> {
         Some(WorkerSpeed {
@@ -128,6 +141,20 @@ impl WorkerSpeed {
             gap: None,
             prefill_stall: None,
             transfer_stall: None,
+        }
+    }
+
+    /// Takes the gaps that were measured, with the rest as it is.
+    pub(super) fn with_gaps_of(self, estimate: Option<&WorkerEstimate>) -> Self {
+        Self {
+            gap: estimate.and_then(|own| own.gaps.median()).or(self.gap),
+            prefill_stall: estimate
+                .and_then(|own| own.prefill_stall.median())
+                .or(self.prefill_stall),
+            transfer_stall: estimate
+                .and_then(|own| own.transfer_stall.median())
+                .or(self.transfer_stall),
+            ..self
         }
     }
 

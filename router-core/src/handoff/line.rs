@@ -145,6 +145,10 @@ impl Recent {
     pub(super) const fn median(&self) -> Option<f64> {
         self.median
     }
+
+    pub(super) fn len(&self) -> usize {
+        self.values.len()
+    }
 }
 
 /// Returns the median (the mean of the middle two of an even number), in linear time.

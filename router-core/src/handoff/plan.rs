@@ -1,5 +1,6 @@
 //! The options of one request, predicted, weighed and explained.
 
+use std::sync::Arc;
 use std::time::Instant;
 
 use serde::Serialize;
@@ -138,6 +139,21 @@ pub struct Excluded {
     pub decode: WorkerRank,
     /// Why not.
     pub reason: Reason,
+    /// The two groups, where they are the reason.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub groups: Option<[Option<Arc<str>>; 2]>,
+}
+
+impl Excluded {
+    pub(super) fn new(prefill: &PlanWorker, decode: &PlanWorker, reason: Reason) -> Self {
+        let groups = || [prefill.group.clone(), decode.group.clone()];
+        Self {
+            prefill: prefill.target.clone(),
+            decode: decode.target.clone(),
+            reason,
+            groups: (reason == Reason::OtherGroup).then(groups),
+        }
+    }
 }
 
 /// Why a pair is no option.

@@ -171,11 +171,9 @@ impl HandoffPlanner {
             let pair = state.pair(&context, (prefill, decode), &link_of, now);
             match pair {
                 Ok(option) => options.push(option),
-                Err(reason) => excluded.push(Excluded {
-                    prefill: workers[prefill].target.clone(),
-                    decode: workers[decode].target.clone(),
-                    reason,
-                }),
+                Err(reason) => {
+                    excluded.push(Excluded::new(&workers[prefill], &workers[decode], reason))
+                }
             }
         }
         let decided_by = choose(&mut options);
@@ -229,15 +227,19 @@ impl State {
     fn speeds(&self, workers: &[PlanWorker], config: &HandoffConfig) -> Vec<(WorkerSpeed, bool)> {
         let known = |worker: &PlanWorker| self.workers.get(&worker.target)?.known();
         let own: Vec<_> = workers.iter().map(known).collect();
+        let estimate = |worker: &PlanWorker| self.workers.get(&worker.target);
         let mut peers: Vec<_> = own.iter().flatten().copied().collect();
         peers.sort_by(|one, other| one.prefill.per_unit.total_cmp(&other.prefill.per_unit));
         let assumed = peers
             .get(peers.len() / 2)
             .copied()
             .unwrap_or_else(|| WorkerSpeed::assumed(config.assumed_prefill_tokens_per_second));
-        own.into_iter()
-            .map(|speed| (speed.unwrap_or(assumed), speed.is_none()))
-            .collect()
+        // Gaps of a worker are its own, also where its speed is that of its peers.
+        let taken = |(speed, worker): (Option<WorkerSpeed>, &PlanWorker)| match speed {
+            Some(speed) => (speed, false),
+            None => (assumed.with_gaps_of(estimate(worker)), true),
+        };
+        own.into_iter().zip(workers).map(taken).collect()
     }
 
     fn pair(
@@ -306,24 +308,37 @@ pub struct HandoffStats {
 pub struct PrefillStats {
     /// The worker.
     pub worker: WorkerRank,
-    /// Prompt tokens per second, attention aside.
-    pub tokens_per_second: f64,
-    /// Seconds of a prefill whatever its length.
-    pub fixed_seconds: f64,
+    /// Prompt tokens per second, attention aside, when known.
+    pub tokens_per_second: Option<f64>,
+    /// Seconds of a prefill whatever its length, when known.
+    pub fixed_seconds: Option<f64>,
     /// Seconds between tokens when nothing else goes on, when measured.
     pub gap_seconds: Option<f64>,
+    /// Measured stall of streams by a prompt as a multiple of its longest step.
+    pub prefill_stall: Option<f64>,
+    /// Measured stall of streams by an arriving cache, in seconds for each of its tokens.
+    pub transfer_stall_seconds_per_token: Option<f64>,
+    /// Stalls by prompts and caches in these estimates.
+    pub stall_measurements: usize,
     /// Prompts in the estimate; 0 when it is seeded alone.
     pub measurements: usize,
 }
 
 impl PrefillStats {
     fn of((worker, estimate): (&WorkerRank, &WorkerEstimate)) -> Option<Self> {
-        let speed = estimate.known()?;
+        let prefill = estimate.known().map(|speed| speed.prefill);
+        let [gap_seconds, prefill_stall, transfer_stall] = estimate.stalls();
+        if prefill.is_none() && gap_seconds.is_none() {
+            return None;
+        }
         Some(Self {
             worker: worker.clone(),
-            tokens_per_second: 1.0 / speed.prefill.per_unit,
-            fixed_seconds: speed.prefill.fixed,
-            gap_seconds: speed.gap,
+            tokens_per_second: prefill.map(|fit| 1.0 / fit.per_unit),
+            fixed_seconds: prefill.map(|fit| fit.fixed),
+            gap_seconds,
+            prefill_stall,
+            transfer_stall_seconds_per_token: transfer_stall,
+            stall_measurements: estimate.stall_measurements(),
             measurements: estimate.measurements(),
         })
     }
