@@ -47,6 +47,9 @@ pub enum Event {
     DecodeFailed(Attempt, Failure),
     /// The client has left.
     ClientLeft,
+    /// The client has left, and the prefill leg had answered before it could be cancelled. `None` when it hands nothing
+    /// over.
+    LeftBehind(Option<Ticket>),
     /// Time has passed; deadlines are looked at with every event.
     Tick,
 }
@@ -236,6 +239,7 @@ impl Handoff {
                 self.decode_failed(attempt, failure, now, &mut actions);
             }
             Event::ClientLeft => self.client_left(now, &mut actions),
+            Event::LeftBehind(ticket) => self.left_behind(ticket, now, &mut actions),
             Event::Tick => {}
         }
         self.proceed(&mut actions);
@@ -439,6 +443,13 @@ impl Handoff {
         if self.rules.order == LegOrder::Concurrent {
             self.held = None;
         }
+    }
+
+    fn left_behind(&mut self, ticket: Option<Ticket>, now: Instant, actions: &mut Vec<Action>) {
+        if self.outcome.is_none() {
+            self.prefill_answered(ticket, now);
+        }
+        self.client_left(now, actions);
     }
 
     /// Fetches for nobody what was handed over, once the decode worker has room. Until then, and where it has none, the

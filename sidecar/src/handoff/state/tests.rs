@@ -19,11 +19,13 @@ enum Happening {
     LateStart,
     LateFailure,
     ClientLeft,
+    /// It leaves, and the prefill leg's answer is there as well.
+    LeftBehind,
     /// What was handed over gets too old.
     Expiry,
 }
 
-const HAPPENINGS: [Happening; 15] = [
+const HAPPENINGS: [Happening; 16] = [
     Happening::Admitted,
     Happening::HandedOver,
     Happening::NothingHandedOver,
@@ -38,6 +40,7 @@ const HAPPENINGS: [Happening; 15] = [
     Happening::LateStart,
     Happening::LateFailure,
     Happening::ClientLeft,
+    Happening::LeftBehind,
     Happening::Expiry,
 ];
 
@@ -98,6 +101,7 @@ impl Watch {
             Happening::LateStart => Event::DecodeStarted(Attempt(1)),
             Happening::LateFailure => Event::DecodeFailed(Attempt(1), Failure::Failed),
             Happening::ClientLeft => Event::ClientLeft,
+            Happening::LeftBehind => Event::LeftBehind(Some(ticket(self.name, self.now))),
             Happening::Expiry => {
                 self.now += VALID;
                 Event::Tick
@@ -119,6 +123,10 @@ impl Watch {
                 if self.decode == Some(*attempt) =>
             {
                 self.decode = None;
+            }
+            Event::LeftBehind(_) if self.handoff.outcome().is_none() => {
+                self.client_left = true;
+                self.prefill_runs = false;
             }
             Event::ClientLeft if self.handoff.outcome().is_none() => self.client_left = true,
             _ => {}
@@ -244,7 +252,7 @@ fn every_kind() -> impl Iterator<Item = (LegOrder, bool)> {
 }
 
 /// Every order of five happenings of a sequential handoff with a fallback, and of four of the other kinds, each with both
-/// ends: (15^5 + 3 × 15^4) × 2 = 1.8 million handoffs.
+/// ends: (16^5 + 3 × 16^4) × 2 = 2.5 million handoffs.
 #[test]
 fn every_interleaving_keeps_the_rules() {
     let kinds = HAPPENINGS.len();
@@ -453,6 +461,24 @@ fn a_client_that_leaves_between_the_legs_leaves_nothing_behind() {
     );
     assert_eq!((watch.decode, watch.handoff.is_open()), (None, true));
     watch.close();
+}
+
+#[test]
+fn what_was_handed_over_when_its_client_left_is_collected_or_waited_for() {
+    // Whether the decode worker has room is asked when it is to be fetched.
+    let mut watch = sequential();
+    play(&mut watch, &[Happening::Admitted, Happening::LeftBehind]);
+    assert_eq!((watch.tickets_used, watch.decode.is_some()), (1, true));
+    assert!(watch.handoff.is_open());
+    watch.happen(Happening::DecodeEnded);
+    assert!(!watch.handoff.is_open());
+    // No room: the lease is waited for.
+    let mut watch = sequential();
+    play(&mut watch, &[Happening::Admitted, Happening::LeftBehind]);
+    watch.happen(Happening::DecodeFailed(Failure::Failed));
+    assert_eq!(watch.handoff.next_deadline(), Some(watch.now + LEASE));
+    watch.close();
+    assert_eq!(watch.handoff.outcome(), Some(Outcome::Left));
 }
 
 #[test]
