@@ -42,6 +42,9 @@ pub struct EngineArgs {
     /// Whose fields tell it of handoffs
     #[arg(long, value_enum, default_value_t = ProtocolArg::Nixl)]
     pub kv_protocol: ProtocolArg,
+    /// Announces that it pushes what it hands over, as vLLM's NixlPushConnector
+    #[arg(long)]
+    pub kv_push: bool,
     /// Port of the bootstrap service of a prefill engine that takes part as SGLang's or Mooncake's
     #[arg(long, value_name = "N", default_value_t = 8998)]
     pub kv_bootstrap_port: u16,
@@ -124,6 +127,7 @@ impl EngineArgs {
                     ProtocolArg::Sglang => KvProtocol::Sglang,
                     ProtocolArg::Mooncake => KvProtocol::Mooncake,
                 },
+                push: self.kv_push,
                 bootstrap: SocketAddr::new(listen.ip(), self.kv_bootstrap_port),
                 ..TransferConfig::new(listen)
             }),

@@ -51,6 +51,9 @@ pub struct TransferConfig {
     pub lease: Duration,
     /// By which fields it is asked (default NIXL's).
     pub protocol: KvProtocol,
+    /// Announces that it pushes, as vLLM's `NixlPushConnector` (default false): its replies name no blocks. Bytes move the same
+    /// way, and begin to when the other engine asks.
+    pub push: bool,
     /// Listener of the bootstrap service, which concurrent protocols have beside a prefill engine; port 0 lets the system
     /// choose (default: so, beside `listen`).
     pub bootstrap: SocketAddr,
@@ -65,6 +68,7 @@ impl TransferConfig {
         Self {
             listen,
             protocol: KvProtocol::Nixl,
+            push: false,
             bootstrap: SocketAddr::new(listen.ip(), 0),
             lease: Duration::from_secs(30),
             kv_bytes_per_token: 64,
@@ -148,6 +152,7 @@ pub(super) struct Connector {
     address: SocketAddr,
     block_size: usize,
     lease: Duration,
+    push: bool,
 }
 
 impl Connector {
@@ -190,6 +195,7 @@ impl Connector {
             rooms,
             bootstrap,
             lease: config.lease,
+            push: config.push,
             ledger,
             transport: Box::new(Tcp::new(bytes)),
             address,
@@ -232,7 +238,13 @@ impl Connector {
     pub(super) fn parameters(&self, name: &str, cached_tokens: usize) -> Value {
         let held = self.ledger.describe(name);
         held.map_or(Value::Null, |held| {
-            parameters::filled(&held, self.ledger.engine_id(), self.address, cached_tokens)
+            let engine_id = self.ledger.engine_id();
+            let filled = parameters::filled(&held, engine_id, self.address, cached_tokens);
+            if self.push {
+                parameters::pushed(filled)
+            } else {
+                filled
+            }
         })
     }
 }
