@@ -234,8 +234,22 @@ fn decisions(app: &App, query: &str) -> Answer {
     };
     Ok(json_response(
         StatusCode::OK,
-        &json!({"decisions": app.router.decisions(limit)}),
+        &json!({"decisions": with_plans(app, limit)}),
     ))
+}
+
+/// Returns the last decisions, each with what a handoff plan said of it, where there was one.
+fn with_plans(app: &App, limit: usize) -> Vec<Value> {
+    let mut plans = app.proxy.handoff_summaries();
+    let decisions = app.router.decisions(limit).into_iter();
+    let with_plan = |decision: kvlane::DecisionRecord| {
+        let mut value = serde_json::to_value(&decision).unwrap_or_default();
+        if let (Some(plan), Some(fields)) = (plans.remove(&decision.lease), value.as_object_mut()) {
+            fields.insert("handoff".to_owned(), (*plan).clone());
+        }
+        value
+    };
+    decisions.map(with_plan).collect()
 }
 
 fn add_worker(app: &App, body: &[u8]) -> Answer {

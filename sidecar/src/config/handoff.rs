@@ -1,10 +1,11 @@
 //! The section `handoff`: whether and how requests are split over two workers.
 
-use kvlane::handoff::{HandoffConfig, HandoffPlanner, KvShape, LinkId};
+use kvlane::handoff::{HandoffConfig, HandoffPlanner, KvShape};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use super::{Config, seconds};
+use super::Config;
+use crate::handoff::{LinkSettings, Links, ProtocolChoice};
 
 /// What splitting requests takes. There is no default for what only a measurement can tell. Unknown keys are refused.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -17,6 +18,22 @@ pub struct HandoffSettings {
     /// Seconds that a transfer takes whatever its size (default 0).
     #[serde(default)]
     pub link_fixed_seconds: f64,
+    /// Links between hosts with a speed of their own (default none); every other pair shares the link above. The first
+    /// that matches is taken, and all pairs that match it share it.
+    #[serde(default)]
+    pub links: Vec<LinkSettings>,
+    /// How workers hand over: `auto` (default: what their label `connector` or their engine says), `nixl`, `sglang` or
+    /// `mooncake`.
+    #[serde(default)]
+    pub protocol: ProtocolChoice,
+    /// Port of the prefill workers' bootstrap services, with SGLang and Mooncake (default 8998, theirs); a worker's own
+    /// `bootstrap_port` comes first.
+    #[serde(default = "default_bootstrap_port")]
+    pub bootstrap_port: u16,
+    /// Requests in flight from which on a decode worker fetches nothing for a client that has left (default 128; more
+    /// frees prefill workers sooner, at the cost of those that decode).
+    #[serde(default = "default_busy_requests")]
+    pub busy_requests: usize,
     /// Seconds for which an engine holds a prefill that nobody fetches (default 30, vLLM's since 0.22; more than the engine's
     /// own sends what is no longer there).
     #[serde(default = "default_lease")]
@@ -30,24 +47,25 @@ const fn default_lease() -> f64 {
     30.0
 }
 
-/// The name of the one link: every pair of workers is taken to share it.
-const LINK: &str = "configured";
+const fn default_bootstrap_port() -> u16 {
+    8_998
+}
+
+const fn default_busy_requests() -> usize {
+    128
+}
 
 impl HandoffSettings {
-    /// Creates a planner, the model's shape, and the link that all pairs share.
+    /// Creates a planner, the model's shape, and the links between workers.
     ///
     /// # Errors
     /// Names the key, its value and the accepted range.
-    pub fn planner(&self) -> kvlane::Result<(HandoffPlanner, KvShape, LinkId)> {
+    pub fn planner(&self) -> kvlane::Result<(HandoffPlanner, KvShape, Links)> {
         let shape = KvShape::per_token(self.kv_bytes_per_token)?;
         let planner = HandoffPlanner::new(self.planner.clone())?;
-        let link = LinkId::new(LINK);
-        planner.seed_link(
-            &link,
-            self.link_bytes_per_second,
-            seconds(self.link_fixed_seconds),
-        )?;
-        Ok((planner, shape, link))
+        let default = (self.link_bytes_per_second, self.link_fixed_seconds);
+        let links = Links::seed(&planner, &self.links, default)?;
+        Ok((planner, shape, links))
     }
 
     /// Checks every range.
@@ -59,6 +77,24 @@ impl HandoffSettings {
             if !(low..=high).contains(&value) {
                 return Err(format!(
                     "handoff.{key}: {value} is not accepted; accepted: {low} to {high} seconds"
+                ));
+            }
+        }
+        if self.bootstrap_port == 0 {
+            return Err(
+                "handoff.bootstrap_port: 0 is not accepted; accepted: 1 to 65535".to_owned(),
+            );
+        }
+        for (index, link) in self.links.iter().enumerate() {
+            if !(0.0..=600.0).contains(&link.fixed_seconds) {
+                return Err(format!(
+                    "handoff.links[{index}].fixed_seconds: {} is not accepted; accepted: 0 to 600 seconds",
+                    link.fixed_seconds
+                ));
+            }
+            if link.from.is_empty() || link.to.is_empty() {
+                return Err(format!(
+                    "handoff.links[{index}]: from and to are a host each, or * for every host"
                 ));
             }
         }

@@ -290,6 +290,41 @@ fn a_handoff_needs_what_only_a_measurement_can_tell() {
 }
 
 #[test]
+fn how_workers_hand_over_is_checked() {
+    let with =
+        |more: &str| format!("handoff: {{kv_bytes_per_token: 1, link_bytes_per_second: 1{more}}}");
+    let config = yaml(&with(
+        ", protocol: sglang, links: [{from: a, to: '*', bytes_per_second: 6e9}], bootstrap_port: 9000, busy_requests: 0",
+    ));
+    let handoff = config.unwrap().handoff.unwrap();
+    assert_eq!(handoff.protocol, crate::handoff::ProtocolChoice::Sglang);
+    assert_eq!((handoff.links.len(), handoff.bootstrap_port), (1, 9_000));
+    for (more, named) in [
+        (", protocol: http", "auto"),
+        (", bootstrap_port: 0", "handoff.bootstrap_port"),
+        (", links: [{from: a, to: b}]", "bytes_per_second"),
+        (
+            ", links: [{from: a, to: b, bytes_per_second: 0}]",
+            "bytes_per_second",
+        ),
+        (
+            ", links: [{from: a, to: b, bytes_per_second: 1, fixed_seconds: -1}]",
+            "handoff.links[0].fixed_seconds",
+        ),
+        (
+            ", links: [{from: '', to: b, bytes_per_second: 1}]",
+            "handoff.links[0]",
+        ),
+    ] {
+        refused(&with(more), &[named]);
+    }
+    let worker = WorkerConfig::from_flag("id=w,url=http://a:1,bootstrap_port=9001").unwrap();
+    assert_eq!(worker.bootstrap_port, Some(9_001));
+    let wrong = WorkerConfig::from_flag("id=w,url=http://a:1,bootstrap_port=0");
+    assert!(wrong.unwrap_err().contains("bootstrap_port"));
+}
+
+#[test]
 fn the_documented_handoff_is_accepted_and_shows_the_defaults() {
     let config = yaml(example(include_str!("../../../docs/handoff.md"))).unwrap();
     assert_eq!(config.workers.len(), 2);

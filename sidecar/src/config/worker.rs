@@ -38,13 +38,17 @@ pub struct WorkerConfig {
     /// KV capacity of a rank in blocks of the router's size; read from its metrics otherwise.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub kv_capacity_blocks: Option<usize>,
-    /// Free-form labels.
+    /// Port of its bootstrap service, where it hands over by SGLang's or Mooncake's protocol; `handoff.bootstrap_port`
+    /// when absent.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub bootstrap_port: Option<u16>,
+    /// Free-form labels. Those that handoffs read: `connector`, `version`, `host`, `device`.
     #[serde(skip_serializing_if = "BTreeMap::is_empty")]
     pub labels: BTreeMap<String, String>,
 }
 
 /// The fields of a worker, for messages.
-const FIELDS: [&str; 10] = [
+const FIELDS: [&str; 11] = [
     "id",
     "url",
     "events",
@@ -54,6 +58,7 @@ const FIELDS: [&str; 10] = [
     "dp_ranks",
     "block_size",
     "kv_capacity_blocks",
+    "bootstrap_port",
     "labels",
 ];
 
@@ -73,6 +78,7 @@ impl WorkerConfig {
             dp_ranks: 1,
             block_size: None,
             kv_capacity_blocks: None,
+            bootstrap_port: None,
             labels: BTreeMap::new(),
         })
     }
@@ -118,7 +124,10 @@ impl WorkerConfig {
                 labels.insert(label.to_owned(), Value::from(value));
                 continue;
             }
-            let numeric = matches!(name, "dp_ranks" | "block_size" | "kv_capacity_blocks");
+            let numeric = matches!(
+                name,
+                "dp_ranks" | "block_size" | "kv_capacity_blocks" | "bootstrap_port"
+            );
             let value = match value.parse::<u64>() {
                 Ok(number) if numeric => Value::from(number),
                 _ => Value::from(value),
@@ -178,6 +187,11 @@ impl WorkerConfig {
                     .and_then(|blocks| usize::try_from(blocks).ok());
                 let blocks = blocks.filter(|blocks| *blocks > 0);
                 self.kv_capacity_blocks = Some(blocks.ok_or_else(|| bad("1 or more blocks"))?);
+            }
+            "bootstrap_port" => {
+                let port = value.as_u64().and_then(|port| u16::try_from(port).ok());
+                let port = port.filter(|port| *port != 0);
+                self.bootstrap_port = Some(port.ok_or_else(|| bad("1 to 65,535"))?);
             }
             "labels" => {
                 self.labels = serde_json::from_value(value.clone())

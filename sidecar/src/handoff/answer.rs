@@ -119,6 +119,11 @@ impl AnswerCorrector {
         }
     }
 
+    /// Takes in the number when it becomes known after the stream began.
+    pub const fn learn(&mut self, cached: Option<u64>) {
+        self.cached = cached;
+    }
+
     /// Takes the next piece and appends what can go on.
     pub fn feed(&mut self, mut piece: &[u8], out: &mut Vec<u8>) {
         while let Some(end) = memchr(b'\n', piece) {

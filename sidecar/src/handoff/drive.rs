@@ -16,13 +16,14 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 use hyper::{HeaderMap, Response, StatusCode};
 use kvlane::handoff::{HandoffPlanner, PrefillWork, TransferGuard};
-use kvlane::{Outcome, RequestGuard};
+use kvlane::{Outcome, RequestGuard, WorkerRank};
 use serde_json::Value;
 use tokio::sync::oneshot;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
-use super::Protocol;
+use super::gaps::Gaps;
+use super::pairing::PairTerms;
 use crate::fleet::{InFlight, Worker};
 use crate::forward::{ClientBody, Problem};
 use crate::request::Endpoint;
@@ -72,10 +73,23 @@ impl Side {
         }
     }
 
+    /// Returns the worker.
+    #[must_use]
+    pub const fn worker(&self) -> &Arc<Worker> {
+        &self.worker
+    }
+
     /// Gives the booking and the breaker's place back: nothing was sent.
     pub(crate) fn give_back(mut self) {
         self.worker.abandoned();
         self.release(&Outcome::not_dispatched(), Instant::now());
+    }
+
+    fn target(&self) -> WorkerRank {
+        WorkerRank {
+            worker: self.worker.config.id.clone(),
+            dp_rank: self.dp_rank,
+        }
     }
 
     fn rank(&self) -> (u32, u32) {
@@ -106,16 +120,8 @@ pub struct Pair {
     pub prefill: Side,
     /// It decodes.
     pub decode: Side,
-    /// What is written to them.
-    pub protocol: Arc<dyn Protocol>,
-    /// For how long the prefill worker holds what nobody fetches.
-    pub lease: Duration,
-    /// The decode worker can process the prompt itself, and has room for that.
-    pub may_fall_back: bool,
-    /// Port of the prefill worker's bootstrap service, where the protocol has one.
-    pub bootstrap_port: u16,
-    /// Engine id of the prefill rank, where the protocol needs it beforehand.
-    pub prefill_engine: Option<String>,
+    /// How they hand over.
+    pub terms: PairTerms,
     /// The plan's transfer, from which its link's speed is learned.
     pub transfer: Option<TransferGuard>,
     /// The prompt as it was planned, from which the prefill worker's speed is learned.
@@ -131,15 +137,18 @@ pub struct DriveLimits {
     pub idle: Duration,
     /// Bytes of an answer that is kept whole: the prefill leg's, or the client's when it is no stream.
     pub max_answer_bytes: usize,
+    /// Requests in flight from which on a decode worker fetches nothing for a client that has left.
+    pub busy_requests: usize,
 }
 
 impl Default for DriveLimits {
-    /// 300 seconds, 120 seconds and 64 MiB.
+    /// 300 seconds, 120 seconds, 64 MiB and 128 requests.
     fn default() -> Self {
         Self {
             first_byte: Duration::from_secs(300),
             idle: Duration::from_secs(120),
             max_answer_bytes: 64 << 20,
+            busy_requests: 128,
         }
     }
 }
@@ -157,6 +166,7 @@ struct Shared {
     limits: DriveLimits,
     metrics: HandoffMetrics,
     planner: Option<Arc<HandoffPlanner>>,
+    gaps: Option<Gaps>,
 }
 
 impl Driver {
@@ -171,11 +181,18 @@ impl Driver {
             shared: Arc::new(Shared {
                 limits,
                 metrics,
+                gaps: planner.clone().map(Gaps::new),
                 planner,
             }),
             tasks: TaskTracker::new(),
             stop: CancellationToken::new(),
         }
+    }
+
+    /// Returns what observes the gaps between tokens, for whoever forwards streams that are not split.
+    #[must_use]
+    pub fn gaps(&self) -> Option<&Gaps> {
+        self.shared.gaps.as_ref()
     }
 
     /// Returns the number of handoffs that are not over.
@@ -220,3 +237,6 @@ impl Drop for Driver {
         self.stop.cancel();
     }
 }
+
+#[cfg(test)]
+mod tests;

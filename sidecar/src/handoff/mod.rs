@@ -9,19 +9,29 @@
 //! Engines do not notice any of the three: they answer 200 with text computed from somebody else's cache.
 
 mod answer;
+mod connector;
 mod drive;
+mod gaps;
 mod leg;
+mod links;
 mod mooncake;
 mod nixl;
+mod pairing;
+mod peers;
 mod sglang;
 mod state;
 mod ticket;
 
 pub use answer::{AnswerCorrector, correct_answer, prefill_cached_tokens};
+pub use connector::{Connector, ProtocolChoice};
 pub use drive::{DriveLimits, DriveRequest, Driver, HandoffMetrics, Pair, Side};
+pub use gaps::{Disturbing, Gaps, RankGaps, StreamGaps, noticeable};
 pub use leg::{Leg, LegContext, Unsplittable, check_splittable, local_body, strip};
+pub use links::{DEFAULT_LINK, LinkSettings, Links};
 pub use mooncake::Mooncake;
 pub use nixl::{Nixl, lease_of};
+pub use pairing::{Known, PairTerms, Pairing, PairingRules};
+pub use peers::{Peer, PeerFacts, Peers};
 pub use sglang::Sglang;
 pub use state::{
     Action, Answer, Attempt, Event, Failure, FallbackReason, Handoff, HandoffRules, Outcome,

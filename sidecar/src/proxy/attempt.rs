@@ -23,6 +23,8 @@ pub(super) struct Attempt<'a> {
     proxy: &'a Arc<Proxy>,
     head: &'a Head,
     reading: Reading,
+    /// What a handoff plan said, where there was one.
+    planned: Option<Arc<serde_json::Value>>,
     /// Workers that failed it, or had no place for it.
     tried: Vec<WorkerId>,
     last_failure: Option<String>,
@@ -41,11 +43,17 @@ enum Failure {
 }
 
 impl<'a> Attempt<'a> {
-    pub(super) const fn new(proxy: &'a Arc<Proxy>, head: &'a Head, reading: Reading) -> Self {
+    pub(super) const fn new(
+        proxy: &'a Arc<Proxy>,
+        head: &'a Head,
+        reading: Reading,
+        planned: Option<Arc<serde_json::Value>>,
+    ) -> Self {
         Self {
             proxy,
             head,
             reading,
+            planned,
             tried: Vec::new(),
             last_failure: None,
         }
@@ -56,6 +64,9 @@ impl<'a> Attempt<'a> {
         close: &CancellationToken,
     ) -> Result<Response<ProxyBody>, Refusal> {
         while let Some((worker, guard)) = self.place()? {
+            if let (Some(splitter), Some(planned)) = (&self.proxy.splitter, &self.planned) {
+                splitter.note(guard.id(), planned);
+            }
             let booking = Booking::new(
                 guard,
                 Arc::clone(&worker),

@@ -16,6 +16,7 @@ mod policy;
 mod split;
 mod stream;
 
+use std::collections::HashMap;
 use std::convert::Infallible;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -23,7 +24,7 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 use hyper::body::Incoming;
 use hyper::{Method, Request, Response, StatusCode};
-use kvlane::Router;
+use kvlane::{LeaseId, Router};
 use tokio_util::sync::CancellationToken;
 
 use crate::config::{Config, seconds};
@@ -38,7 +39,7 @@ pub(crate) use crate::forward::{Problem, full};
 use attempt::Attempt;
 use body::BodyError;
 use policy::Chooser;
-use split::Splitter;
+use split::{Planned, Splitter};
 
 /// The proxy: share it behind an `Arc`, and give it every request of every connection.
 #[derive(Debug)]
@@ -96,7 +97,7 @@ impl Proxy {
         let splitter = match &config.handoff {
             Some(settings) => {
                 let counts = metrics.handoff.clone();
-                Some(Splitter::new(settings, &config, timeouts, counts)?)
+                Some(Splitter::new(settings, &config, &fleet, timeouts, counts)?)
             }
             None => None,
         };
@@ -142,6 +143,13 @@ impl Proxy {
         splitter.map_or(serde_json::Value::Null, Splitter::report)
     }
 
+    /// Returns what handoff plans said of the bookings of the last decisions.
+    #[must_use]
+    pub fn handoff_summaries(&self) -> HashMap<LeaseId, Arc<serde_json::Value>> {
+        let splitter = self.splitter.as_ref();
+        splitter.map(Splitter::summaries).unwrap_or_default()
+    }
+
     async fn serve(
         self: &Arc<Self>,
         request: Request<Incoming>,
@@ -185,7 +193,7 @@ impl Proxy {
         )
         .await
         .map_err(Refusal::from)?;
-        let reading = self.read(&head, body, trusted).await?;
+        let mut reading = self.read(&head, body, trusted).await?;
         if let Some(field) = &reading.handoff_field
             && !self.config.allow_client_handoff_fields
         {
@@ -203,12 +211,18 @@ impl Proxy {
             ));
         }
         self.metrics.count_prompt(reading.mode.as_str());
-        if let Some(splitter) = &self.splitter
-            && let Some(split) = splitter.plan(self, &head, &reading).await
-        {
-            return Ok(splitter.drive(self, split, close).await);
+        let mut planned = None;
+        if let Some(splitter) = &self.splitter {
+            match splitter.plan(self, &head, &reading).await {
+                Planned::Split(split) => return Ok(splitter.drive(self, *split, close).await),
+                Planned::Whole(summary) => planned = summary,
+            }
+            let members = self.fleet.members();
+            if let Some(only) = splitter.whole_only(&members, reading.only.as_deref()) {
+                reading.only = Some(only);
+            }
         }
-        Attempt::new(self, &head, reading).run(close).await
+        Attempt::new(self, &head, reading, planned).run(close).await
     }
 
     /// Reads the request, on another thread when it is much work.

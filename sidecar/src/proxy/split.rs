@@ -1,15 +1,16 @@
 //! Requests that are worth two workers: planned, booked on both, and handed to the driver.
 
-use std::collections::VecDeque;
+use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
+use hyper::header::HeaderValue;
 use hyper::{Method, Response};
 use kvlane::handoff::{
-    HandoffPlan, HandoffPlanner, KvShape, LinkId, PlanRequest, PlanWorker, PrefillWork, Route,
+    GapCause, HandoffPlan, HandoffPlanner, KvShape, PlanRequest, PlanWorker, PrefillWork, Route,
     TransferGuard,
 };
-use kvlane::{Candidate, Decision, Role, SelectRequest, WorkerRank};
+use kvlane::{Candidate, Decision, LeaseId, Role, SelectRequest, WorkerId, WorkerRank};
 use parking_lot::Mutex;
 use serde_json::{Value, json};
 use tokio_util::sync::CancellationToken;
@@ -17,10 +18,11 @@ use tracing::debug;
 
 use super::{Head, Proxy, ProxyBody, Timeouts};
 use crate::config::{Config, HandoffSettings, seconds};
-use crate::fleet::Members;
+use crate::fleet::{Fleet, Members};
 use crate::forward::add_debug;
 use crate::handoff::{
-    DriveLimits, DriveRequest, Driver, HandoffMetrics, Nixl, Pair, Side, check_splittable,
+    Disturbing, DriveLimits, DriveRequest, Driver, HandoffMetrics, Known, Pair, PairTerms, Pairing,
+    PairingRules, Peers, Side, StreamGaps, check_splittable, noticeable,
 };
 use crate::request::{Mode, Reading};
 
@@ -29,14 +31,18 @@ use crate::request::{Mode, Reading};
 pub(super) struct Splitter {
     planner: Arc<HandoffPlanner>,
     driver: Driver,
+    pairing: Pairing,
+    fleet: Arc<Fleet>,
     shape: KvShape,
-    link: LinkId,
-    lease: Duration,
     plans: Mutex<VecDeque<Value>>,
+    /// What the plan of each booking said, the oldest first.
+    bookings: Mutex<VecDeque<(LeaseId, Arc<Value>)>>,
 }
 
 /// Plans that are kept to be looked at.
 const KEPT_PLANS: usize = 16;
+/// Bookings whose plan is kept to be shown with their decision, of which the router keeps no more.
+const KEPT_BOOKINGS: usize = 1_024;
 
 /// A request that two workers are booked for.
 pub(super) struct Split {
@@ -45,19 +51,44 @@ pub(super) struct Split {
     decision: Arc<Decision>,
 }
 
+/// What a plan came to.
+pub(super) enum Planned {
+    /// Two workers serve the request.
+    Split(Box<Split>),
+    /// One does, for this reason where there was a plan.
+    Whole(Option<Arc<Value>>),
+}
+
 /// What the planner learns from a request that one worker serves.
 #[derive(Debug)]
 pub(super) struct Lesson {
     planner: Arc<HandoffPlanner>,
-    work: PrefillWork,
+    /// The prompt, where its tokens are no guess.
+    work: Option<PrefillWork>,
     sent: Instant,
+    disturbing: Option<Disturbing>,
+    gaps: Option<StreamGaps>,
 }
 
 impl Lesson {
-    /// Tells the planner that the first token came.
+    /// Tells the planner that the first token of a stream came.
     pub(super) fn teach(&self, worker: &WorkerRank, now: Instant) {
         let elapsed = now.saturating_duration_since(self.sent);
-        self.planner.observe_prefill(worker, &self.work, elapsed);
+        if let Some(work) = &self.work {
+            self.planner.observe_prefill(worker, work, elapsed);
+        }
+    }
+
+    /// Takes in that an answer has begun.
+    pub(super) fn began(&mut self) {
+        self.disturbing = None;
+    }
+
+    /// Takes in a piece of a stream.
+    pub(super) fn piece(&mut self, piece: &[u8], now: Instant) {
+        if let Some(gaps) = &mut self.gaps {
+            gaps.piece(piece, now);
+        }
     }
 }
 
@@ -66,39 +97,76 @@ struct Chosen {
     prefill: WorkerRank,
     decode: WorkerRank,
     work: PrefillWork,
+    terms: PairTerms,
     transfer: Option<TransferGuard>,
+    summary: Arc<Value>,
 }
 
 impl Splitter {
     pub(super) fn new(
         settings: &HandoffSettings,
         config: &Config,
+        fleet: &Arc<Fleet>,
         timeouts: Timeouts,
         metrics: HandoffMetrics,
     ) -> kvlane::Result<Self> {
-        let (planner, shape, link) = settings.planner()?;
+        let (planner, shape, links) = settings.planner()?;
         let planner = Arc::new(planner);
         let limits = DriveLimits {
             first_byte: timeouts.first_byte,
             idle: timeouts.response_idle,
             max_answer_bytes: config.max_body_bytes,
+            busy_requests: settings.busy_requests,
         };
+        let rules = PairingRules {
+            protocol: settings.protocol,
+            lease: seconds(settings.lease_seconds),
+        };
+        let peers = Peers::start(Arc::clone(fleet), settings.bootstrap_port);
         Ok(Self {
             driver: Driver::new(limits, metrics, Some(Arc::clone(&planner))),
+            pairing: Pairing::new(rules, links, peers),
+            fleet: Arc::clone(fleet),
             planner,
             shape,
-            link,
-            lease: seconds(settings.lease_seconds),
             plans: Mutex::default(),
+            bookings: Mutex::default(),
         })
     }
 
-    /// Plans a request; `None` when one worker serves it.
-    pub(super) async fn plan(
+    /// Plans a request.
+    pub(super) async fn plan(&self, proxy: &Proxy, head: &Head, reading: &Reading) -> Planned {
+        let mut summary = None;
+        match self.try_plan(proxy, head, reading, &mut summary).await {
+            Some(split) => Planned::Split(Box::new(split)),
+            None => Planned::Whole(summary),
+        }
+    }
+
+    /// Returns the workers that may serve a request that is not split, of those that it may go to: not those that cannot
+    /// process a prompt. `None` when all may.
+    pub(super) fn whole_only(
+        &self,
+        members: &Members,
+        only: Option<&[WorkerId]>,
+    ) -> Option<Vec<WorkerId>> {
+        let known = self.pairing.know(members);
+        let able = |worker: &&Arc<crate::fleet::Worker>| self.pairing.serves_alone(&known, worker);
+        if members.list().iter().all(|worker| able(&worker)) {
+            return None;
+        }
+        let may = |id: &WorkerId| only.is_none_or(|only| only.contains(id));
+        let able = members.list().iter().filter(able);
+        let ids = able.map(|worker| worker.config.id.clone());
+        Some(ids.filter(may).collect())
+    }
+
+    async fn try_plan(
         &self,
         proxy: &Proxy,
         head: &Head,
         reading: &Reading,
+        summary: &mut Option<Arc<Value>>,
     ) -> Option<Split> {
         if head.method != Method::POST || reading.mode == Mode::Load || reading.extra_blocks > 0 {
             return None;
@@ -112,11 +180,13 @@ impl Splitter {
         {
             return None;
         }
-        let now = Instant::now();
-        let chosen = self.choose(proxy, &members, head, reading, now)?;
+        let chosen = self.choose(proxy, &members, (head, reading), summary)?;
         let body = read_body(proxy, head, reading).await?;
         if let Err(reason) = check_splittable(head.endpoint, &body) {
             debug!(request_id = head.request_id, %reason, "request is not split");
+            *summary = Some(Arc::new(
+                json!({"route": "single", "unsplittable": reason.to_string()}),
+            ));
             return None;
         }
         self.book(proxy, &members, (head, reading), chosen, body)
@@ -129,19 +199,48 @@ impl Splitter {
         reading: &Reading,
         decision: &Decision,
     ) -> Option<Lesson> {
-        if reading.mode != Mode::Tokens || reading.extra_blocks > 0 {
+        if reading.mode == Mode::Load {
             return None;
         }
         let block_size = proxy.config.router.block_size.tokens() as u64;
+        let work = PrefillWork {
+            input_tokens: reading.prompt.tokens() as u64,
+            cached_tokens: u64::from(decision.predicted_cached_tokens),
+            queued_tokens: tokens(decision.cost.booked_prefill_blocks, block_size),
+        };
+        let exact = reading.mode == Mode::Tokens && reading.extra_blocks == 0;
+        let work = exact.then_some(work);
+        let now = Instant::now();
+        let gaps = self.driver.gaps().map(|gaps| gaps.of(&decision.target));
+        // What is mostly cached stalls nobody for long enough to be told from noise.
+        let noticed = work.is_none_or(|work| work.input_tokens > work.cached_tokens + UNNOTICED);
+        let streams = asks_for_stream(&reading.body);
+        let cause = work.filter(|_| streams).map(GapCause::Prefill);
+        let cause = cause.and_then(noticeable);
         Some(Lesson {
             planner: Arc::clone(&self.planner),
-            work: PrefillWork {
-                input_tokens: reading.prompt.tokens() as u64,
-                cached_tokens: u64::from(decision.predicted_cached_tokens),
-                queued_tokens: tokens(decision.cost.booked_prefill_blocks, block_size),
-            },
-            sent: Instant::now(),
+            work,
+            sent: now,
+            disturbing: gaps
+                .as_ref()
+                .filter(|_| noticed)
+                .map(|gaps| gaps.disturb(cause, now)),
+            gaps: gaps.map(|gaps| gaps.follow()),
         })
+    }
+
+    /// Keeps what was planned, to be shown with the decision.
+    pub(super) fn note(&self, lease: LeaseId, summary: &Arc<Value>) {
+        let mut bookings = self.bookings.lock();
+        if bookings.len() == KEPT_BOOKINGS {
+            bookings.pop_front();
+        }
+        bookings.push_back((lease, Arc::clone(summary)));
+    }
+
+    /// Returns what was planned for bookings.
+    pub(super) fn summaries(&self) -> HashMap<LeaseId, Arc<Value>> {
+        self.bookings.lock().iter().cloned().collect()
     }
 
     /// Serves a planned request.
@@ -156,6 +255,7 @@ impl Splitter {
             pair,
             decision,
         } = split;
+        let prefill = pair.prefill.worker().id().to_owned();
         let endpoint = request.endpoint.as_str();
         let mut response = self.driver.drive(request, pair, close.clone()).await;
         let worker = decision.target.worker.as_str();
@@ -163,6 +263,11 @@ impl Splitter {
         proxy.metrics.count_request(endpoint, worker, status);
         if proxy.config.debug_headers {
             add_debug(response.headers_mut(), &decision, "handoff");
+            if let Ok(name) = HeaderValue::from_str(&prefill) {
+                response
+                    .headers_mut()
+                    .insert("x-kvlane-prefill-worker", name);
+            }
         }
         response
     }
@@ -171,18 +276,20 @@ impl Splitter {
         &self,
         proxy: &Proxy,
         members: &Members,
-        head: &Head,
-        reading: &Reading,
-        now: Instant,
+        (head, reading): (&Head, &Reading),
+        summary: &mut Option<Arc<Value>>,
     ) -> Option<Chosen> {
+        let now = Instant::now();
         let request = select(head, reading);
+        let known = self.pairing.know(members);
         let block_size = proxy.config.router.block_size.tokens() as u64;
         let candidates = proxy.router.rank(&request, now).ok()?;
         let workers: Vec<PlanWorker> = candidates
             .iter()
             .filter_map(|candidate| {
                 let worker = members.find(candidate.target.worker.as_str())?;
-                Some(plan_worker(candidate, worker.role(), block_size))
+                let planned = plan_worker(candidate, worker.role(), block_size);
+                Some(self.pairing.describe(&known, worker, planned))
             })
             .collect();
         let input_tokens = reading.prompt.tokens() as u64;
@@ -191,15 +298,21 @@ impl Splitter {
             shape: &self.shape,
             splittable: true,
         };
-        let link = |_: &PlanWorker, _: &PlanWorker| Some(self.link.clone());
+        let link = |prefill: &PlanWorker, decode: &PlanWorker| {
+            let find = |worker: &PlanWorker| members.find(worker.target.worker.as_str());
+            Some(self.pairing.link(find(prefill)?, find(decode)?))
+        };
         let plan = self.planner.plan(&request, &workers, link, now);
         self.keep(&head.request_id, &plan);
+        let chosen = summarise(&plan);
+        *summary = Some(Arc::clone(&chosen));
         let Route::Pair {
             prefill, decode, ..
         } = &plan.chosen()?.route
         else {
             return None;
         };
+        let terms = self.terms(&known, members, prefill)?;
         let at = workers.iter().find(|worker| worker.target == *prefill)?;
         Some(Chosen {
             prefill: prefill.clone(),
@@ -209,8 +322,15 @@ impl Splitter {
                 cached_tokens: at.cached_tokens,
                 queued_tokens: at.queued_prefill_tokens,
             },
+            terms,
             transfer: self.planner.book(&plan, now),
+            summary: chosen,
         })
+    }
+
+    fn terms(&self, known: &Known, members: &Members, prefill: &WorkerRank) -> Option<PairTerms> {
+        let worker = members.find(prefill.worker.as_str())?;
+        self.pairing.terms(known, worker, prefill)
     }
 
     /// Keeps a plan to be looked at.
@@ -227,7 +347,10 @@ impl Splitter {
     pub(super) fn report(&self) -> Value {
         let stats = self.planner.stats();
         let plans: Vec<Value> = self.plans.lock().iter().rev().cloned().collect();
-        json!({"open": self.driver.open(), "prefill": stats.prefill, "links": stats.links, "plans": plans})
+        let peers = self.pairing.report(&self.fleet.members());
+        json!({
+            "open": self.driver.open(), "prefill": stats.prefill, "links": stats.links, "workers": peers, "plans": plans,
+        })
     }
 
     fn book(
@@ -244,6 +367,7 @@ impl Splitter {
             let guard = proxy.router.book(id, rank, request, Instant::now()).ok()?;
             worker.admit().then(|| {
                 let decision = Arc::clone(guard.decision());
+                self.note(guard.id(), &chosen.summary);
                 (Side::new(Arc::clone(worker), guard), decision)
             })
         };
@@ -268,11 +392,7 @@ impl Splitter {
             pair: Pair {
                 prefill,
                 decode,
-                protocol: Arc::new(Nixl::new(self.lease)),
-                lease: self.lease,
-                may_fall_back: true,
-                bootstrap_port: 0,
-                prefill_engine: None,
+                terms: chosen.terms,
                 transfer: chosen.transfer,
                 work: chosen.work,
             },
@@ -280,6 +400,35 @@ impl Splitter {
         })
     }
 }
+
+/// Says in a line what was chosen and why, for the decision that follows from it.
+fn summarise(plan: &HandoffPlan) -> Arc<Value> {
+    let mut summary = json!({"decided_by": plan.decided_by});
+    if let (Some(chosen), Some(fields)) = (plan.chosen(), summary.as_object_mut()) {
+        if let Ok(Value::Object(route)) = serde_json::to_value(&chosen.route) {
+            fields.extend(route);
+        }
+        let ttft = chosen.ttft.total_seconds;
+        fields.insert("predicted_ttft_seconds".to_owned(), json!(ttft));
+        let gap = chosen.itl.gap_seconds;
+        fields.insert("predicted_gap_seconds".to_owned(), json!(gap));
+    }
+    Arc::new(summary)
+}
+
+/// Tells whether a body asks for a stream: only a stream says when its prompt was done. In a text the quotes would be escaped.
+fn asks_for_stream(body: &[u8]) -> bool {
+    const NAME: &[u8] = b"\"stream\"";
+    let set = |at: usize| {
+        let rest = body[at + NAME.len()..].trim_ascii_start();
+        let value = rest.strip_prefix(b":").map(<[u8]>::trim_ascii_start);
+        value.is_some_and(|value| value.starts_with(b"true"))
+    };
+    memchr::memmem::find_iter(body, NAME).any(set)
+}
+
+/// Tokens to compute below which a prompt is not taken to hold streams up.
+const UNNOTICED: u64 = 64;
 
 fn select<'a>(head: &'a Head, reading: &'a Reading) -> SelectRequest<'a> {
     let mut request = SelectRequest::new(&reading.prompt);
@@ -327,4 +476,23 @@ async fn read_body(proxy: &Proxy, head: &Head, reading: &Reading) -> Option<Valu
     }
     let parsing = tokio::task::spawn_blocking(move || serde_json::from_slice(&body).ok());
     parsing.await.ok().flatten()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::asks_for_stream;
+
+    #[test]
+    fn a_stream_is_asked_for_by_the_field_and_not_by_a_text() {
+        for (body, asked) in [
+            (r#"{"stream":true}"#, true),
+            (r#"{"n": 1, "stream" : true, "x": 1}"#, true),
+            (r#"{"stream": false}"#, false),
+            (r#"{"prompt": "\"stream\": true"}"#, false),
+            (r#"{"stream""#, false),
+            ("", false),
+        ] {
+            assert_eq!(asks_for_stream(body.as_bytes()), asked, "{body}");
+        }
+    }
 }

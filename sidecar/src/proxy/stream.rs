@@ -179,7 +179,9 @@ impl ForwardBody {
     fn observe(&mut self, piece: &[u8]) {
         let now = Instant::now();
         self.last_piece = now;
-        let Some(booking) = &self.booking else { return };
+        let Some(booking) = &mut self.booking else {
+            return;
+        };
         booking.worker.count_progress();
         let Some(guard) = &booking.guard else { return };
         if !self.began {
@@ -191,15 +193,18 @@ impl ForwardBody {
                 .ttft_seconds
                 .observe((now - booking.started).as_secs_f64());
             // An answer in one piece comes with its last token, which says nothing of the first.
-            if self.is_events
-                && self.status.is_success()
-                && let Some(lesson) = &booking.lesson
-            {
-                lesson.teach(&guard.decision().target, now);
+            if let Some(lesson) = &mut booking.lesson {
+                lesson.began();
+                if self.is_events && self.status.is_success() {
+                    lesson.teach(&guard.decision().target, now);
+                }
             }
         }
         self.usage.feed(piece);
         if self.is_events {
+            if let Some(lesson) = &mut booking.lesson {
+                lesson.piece(piece, now);
+            }
             self.lines.feed(piece);
             let tokens = self.lines.events();
             if tokens >= self.reported_tokens + REPORT_EVERY {

@@ -1,4 +1,4 @@
-//! The fault table of `docs/handoff.md`, row by row.
+//! The rows of `docs/handoff.md` on what a client gets, one by one.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use http_body_util::BodyExt;
 use kvlane::Role;
 use kvlane_sidecar::engine::EngineConfig;
-use kvlane_sidecar::handoff::FallbackReason;
+use kvlane_sidecar::handoff::{Connector, FallbackReason};
 use parking_lot::Mutex;
 
 use crate::eventually;
@@ -58,7 +58,7 @@ async fn a_prefill_that_fails_falls_back() {
 async fn a_prefill_that_fails_is_502_where_nothing_falls_back() {
     let world = World::start(Plan {
         prefill_hook: always(Act::Status(500, "{}")),
-        may_fall_back: false,
+        may_fall_back: Some(false),
         ..Plan::default()
     })
     .await;
@@ -297,7 +297,7 @@ async fn failures_reach_the_client_within_100_ms() {
     let failing: [fn(Hook) -> Plan; 2] = [
         |hook| Plan {
             prefill_hook: hook,
-            may_fall_back: false,
+            may_fall_back: Some(false),
             ..Plan::default()
         },
         |hook| Plan {
@@ -329,17 +329,26 @@ async fn failures_reach_the_client_within_100_ms() {
 
 #[tokio::test]
 async fn nothing_wrong_is_ever_sent_whatever_happens() {
-    meet_every_fault(400).await;
+    meet_every_fault(Connector::Nixl, 400).await;
 }
 
 #[tokio::test]
-#[ignore = "takes half a minute"]
+async fn no_room_is_ever_shared_or_left_whatever_happens() {
+    meet_every_fault(Connector::Sglang, 200).await;
+    meet_every_fault(Connector::Mooncake, 200).await;
+}
+
+/// `cargo test -p kvlane-sidecar --test handoff -- --ignored ten_thousand`
+#[tokio::test]
+#[ignore = "takes a minute"]
 async fn nothing_wrong_is_ever_sent_in_ten_thousand_requests() {
-    meet_every_fault(10_000).await;
+    for connector in Connector::ALL {
+        meet_every_fault(connector, 10_000).await;
+    }
 }
 
 /// Requests meet every fault in every order, some of whose clients leave; engines must never see what they should not.
-async fn meet_every_fault(total: u32) {
+async fn meet_every_fault(connector: Connector, total: u32) {
     let random = Arc::new(Mutex::new(fastrand::Rng::with_seed(11)));
     let harm = |random: Arc<Mutex<fastrand::Rng>>| -> Hook {
         Arc::new(move |_, _| {
@@ -361,6 +370,7 @@ async fn meet_every_fault(total: u32) {
     };
     let world = Arc::new(
         World::start(Plan {
+            connector,
             lease: Duration::from_secs(5),
             prefill_hook: harm(random.clone()),
             decode_hook: harm(random.clone()),
@@ -389,15 +399,12 @@ async fn meet_every_fault(total: u32) {
         done.unwrap();
     }
     world.is_clean().await;
-    let ended = [
-        "split",
-        "local",
-        "left",
-        "refused",
-        "bad_gateway",
-        "broken_stream",
-    ]
-    .map(|name| world.metrics.ended(name));
+    let mut names = vec!["split", "left", "refused", "bad_gateway", "broken_stream"];
+    if connector.decoder_serves_alone() {
+        names.push("local");
+    }
+    let count = |name: &&'static str| world.metrics.ended(name);
+    let ended: Vec<u64> = names.iter().map(count).collect();
     assert_eq!(ended.iter().sum::<u64>(), u64::from(total), "{ended:?}");
     assert!(ended.iter().all(|count| *count > 0), "{ended:?}");
 }

@@ -8,8 +8,10 @@
 mod concurrent;
 mod faults;
 mod gate;
+mod independence;
 mod serve;
 mod served;
+mod table;
 mod world;
 
 use std::time::Duration;

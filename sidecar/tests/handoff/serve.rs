@@ -2,6 +2,7 @@
 
 use std::net::SocketAddr;
 use std::sync::Arc;
+use std::time::Duration;
 
 use bytes::Bytes;
 use http_body_util::{BodyExt, Full};
@@ -10,8 +11,8 @@ use hyper::body::Incoming;
 use hyper_util::rt::TokioIo;
 use kvlane::Role;
 use kvlane_sidecar::config::{Config, WorkerConfig};
-use kvlane_sidecar::engine::{Engine, EngineConfig, EngineHandle};
-use kvlane_sidecar::serve::{ServeHandle, start};
+use kvlane_sidecar::engine::{Engine, EngineConfig, EngineHandle, KvProtocol};
+use kvlane_sidecar::serve::ServeHandle;
 use serde_json::{Value, json};
 use tokio::net::TcpStream;
 
@@ -29,13 +30,27 @@ struct Served {
 }
 
 async fn serve(yaml: &str) -> Served {
-    let prefill = Engine::start(engine(Role::Prefill)).await.unwrap();
-    let decode = Engine::start(EngineConfig {
+    serve_with(KvProtocol::Nixl, yaml, |_| {}).await
+}
+
+/// Starts two engines that hand over so, and a sidecar that knows of them what `change` leaves.
+async fn serve_with(
+    protocol: KvProtocol,
+    yaml: &str,
+    change: impl Fn(&mut WorkerConfig),
+) -> Served {
+    let start = |mut config: EngineConfig| async move {
+        if let Some(transfer) = &mut config.transfer {
+            transfer.protocol = protocol;
+        }
+        Engine::start(config).await.unwrap()
+    };
+    let prefill = start(engine(Role::Prefill)).await;
+    let decode = start(EngineConfig {
         speed: 1.0,
         ..engine(Role::Decode)
     })
-    .await
-    .unwrap();
+    .await;
     let yaml = format!(
         "listen: '127.0.0.1:0'\nadmin: '127.0.0.1:0'\nhealth_interval_seconds: 0.1\n{yaml}"
     );
@@ -46,14 +61,40 @@ async fn serve(yaml: &str) -> Served {
     ] {
         let mut worker = WorkerConfig::new(id, &url).unwrap();
         worker.role = role;
+        worker.bootstrap_port = prefill.bootstrap_address().map(|address| address.port());
+        change(&mut worker);
         config.workers.push(worker);
     }
-    let sidecar = start(config).await.unwrap();
-    Served {
+    let splits = config.handoff.is_some();
+    let sidecar = kvlane_sidecar::serve::start(config).await.unwrap();
+    let served = Served {
         prefill,
         decode,
         sidecar,
+    };
+    // Nothing is handed over by workers that were not asked what they are.
+    while splits && served.report().await["workers"].as_array().unwrap().len() < 2 {
+        tokio::time::sleep(Duration::from_millis(10)).await;
     }
+    served
+}
+
+/// Asks for a path and returns the body.
+pub(crate) async fn get(address: SocketAddr, path: &str) -> String {
+    whole(send(address, "GET", path, String::new()).await)
+        .await
+        .1
+}
+
+/// Sends a body and returns status and answer.
+pub(crate) async fn post(address: SocketAddr, path: &str, body: &Value) -> (u16, String) {
+    whole(send(address, "POST", path, body.to_string()).await).await
+}
+
+async fn whole(response: hyper::Response<Incoming>) -> (u16, String) {
+    let status = response.status().as_u16();
+    let bytes = response.into_body().collect().await.unwrap().to_bytes();
+    (status, String::from_utf8(bytes.to_vec()).unwrap())
 }
 
 async fn send(
@@ -89,10 +130,7 @@ impl Served {
     }
 
     async fn ask(&self, body: &Value) -> (u16, String) {
-        let response = self.post(body).await;
-        let status = response.status().as_u16();
-        let bytes = response.into_body().collect().await.unwrap().to_bytes();
-        (status, String::from_utf8(bytes.to_vec()).unwrap())
+        whole(self.post(body).await).await
     }
 
     /// Begins a stream of tokens 5 ms apart, which lasts as long as its body is there.
@@ -105,9 +143,7 @@ impl Served {
     }
 
     async fn admin(&self, path: &str) -> String {
-        let response = send(self.sidecar.admin_addr, "GET", path, String::new()).await;
-        let bytes = response.into_body().collect().await.unwrap().to_bytes();
-        String::from_utf8(bytes.to_vec()).unwrap()
+        get(self.sidecar.admin_addr, path).await
     }
 
     async fn report(&self) -> Value {
@@ -230,4 +266,178 @@ async fn a_prefill_worker_that_is_gone_costs_nobody_an_answer() {
     assert_eq!(response.status(), 200);
     assert_eq!(decode.transfers().fetched, 0);
     drop(stream);
+}
+
+#[tokio::test]
+async fn workers_are_asked_how_they_hand_over() {
+    for protocol in [KvProtocol::Sglang, KvProtocol::Mooncake] {
+        let served = serve_with(protocol, DEAR_GAPS, |_| {}).await;
+        let stream = served.stream().await;
+        let before = served.splits().await;
+        for (number, body) in [completion(1_000, false), completion(2_000, true)]
+            .iter()
+            .enumerate()
+        {
+            let (status, text) = served.ask(body).await;
+            assert_eq!(status, 200, "{protocol:?}: {text}");
+            assert!(!read(&text).0.is_empty());
+            assert_eq!(served.splits().await, before + number as u64 + 1);
+        }
+        drop(stream);
+        let report = served.report().await;
+        let name = format!("{protocol:?}").to_lowercase();
+        assert_eq!(report["workers"][0]["told"]["connector"], name, "{report}");
+        assert!(
+            report["workers"][1]["group"]
+                .as_str()
+                .unwrap()
+                .ends_with(&name)
+        );
+    }
+}
+
+#[tokio::test]
+async fn a_decoder_that_cannot_prefill_is_given_nothing_whole() {
+    let served = serve_with(KvProtocol::Sglang, DEAR_GAPS, |_| {}).await;
+    // Nobody is to be spared, and still it is split: there is no other way.
+    let (status, text) = served.ask(&completion(1, false)).await;
+    assert_eq!((status, served.splits().await), (200, 1), "{text}");
+    let mut several = completion(1_000, false);
+    several["n"] = json!(2);
+    let (status, text) = served.ask(&several).await;
+    assert_eq!(status, 503, "{text}");
+    assert_eq!(served.decode.stats().finished_requests, 1);
+}
+
+#[tokio::test]
+async fn an_engine_that_restarts_is_asked_again() {
+    let served = serve_with(KvProtocol::Mooncake, DEAR_GAPS, |_| {}).await;
+    let stream = served.stream().await;
+    assert_eq!(served.ask(&completion(1_000, false)).await.0, 200);
+    let Served {
+        prefill,
+        decode,
+        sidecar,
+    } = served;
+    let (listen, bootstrap) = (prefill.address(), prefill.bootstrap_address().unwrap());
+    prefill.shutdown().await;
+    let mut again = EngineConfig {
+        listen,
+        ..engine(Role::Prefill)
+    };
+    if let Some(transfer) = &mut again.transfer {
+        (transfer.protocol, transfer.bootstrap) = (KvProtocol::Mooncake, bootstrap);
+    }
+    let prefill = Engine::start(again).await.unwrap();
+    let served = Served {
+        prefill,
+        decode,
+        sidecar,
+    };
+    // Each is answered, by whoever can; once its new id is known the prefill engine takes part again.
+    let mut number = 2_000;
+    while served.prefill.transfers().collected == 0 {
+        number += 100;
+        assert!(number < 60_000, "{}", served.report().await);
+        assert_eq!(served.ask(&completion(number, false)).await.0, 200);
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+    drop(stream);
+}
+
+#[tokio::test]
+async fn workers_of_two_versions_are_no_pair_and_the_plan_says_so() {
+    let served = serve_with(KvProtocol::Nixl, DEAR_GAPS, |worker| {
+        if worker.role == Role::Decode {
+            let version = "0.31.0".to_owned();
+            worker.labels.insert("version".to_owned(), version);
+        }
+    })
+    .await;
+    let stream = served.stream().await;
+    assert_eq!(served.ask(&completion(1_000, false)).await.0, 200);
+    assert_eq!(served.splits().await, 0);
+    let report = served.report().await;
+    let excluded = &report["plans"][0]["plan"]["excluded"][0];
+    assert_eq!(excluded["reason"], "other_group", "{report}");
+    assert!(
+        excluded["groups"][0].as_str().unwrap().contains("0.32.0"),
+        "{report}"
+    );
+    assert!(
+        excluded["groups"][1].as_str().unwrap().contains("0.31.0"),
+        "{report}"
+    );
+    drop(stream);
+}
+
+#[tokio::test]
+async fn a_link_between_hosts_has_its_own_speed() {
+    let listed = DEAR_GAPS.replacen(
+        "planner:",
+        "links: [{from: rack-1, to: '*', bytes_per_second: 5e11}], planner:",
+        1,
+    );
+    let served = serve_with(KvProtocol::Nixl, &listed, |worker| {
+        worker.labels.insert("host".to_owned(), "rack-1".to_owned());
+    })
+    .await;
+    let stream = served.stream().await;
+    assert_eq!(served.ask(&completion(1_000, false)).await.0, 200);
+    let report = served.report().await;
+    assert_eq!(
+        report["plans"][0]["plan"]["options"][0]["link"], "rack-1→*",
+        "{report}"
+    );
+    assert_eq!(report["links"].as_array().unwrap().len(), 2);
+    drop(stream);
+}
+
+#[tokio::test]
+async fn a_decision_says_what_its_plan_chose_and_why() {
+    let served = serve(&format!("{DEAR_GAPS}\ndebug_headers: true")).await;
+    let stream = served.stream().await;
+    let response = served.post(&completion(1_000, false)).await;
+    let headers = response.headers().clone();
+    assert_eq!(headers["x-kvlane-prefill-worker"], "p");
+    assert_eq!(headers["x-kvlane-worker"], "d");
+    whole(response).await;
+    let decisions: Value = serde_json::from_str(&served.admin("/v1/decisions").await).unwrap();
+    // The newest first: both of the pair, then that of the stream.
+    let all = decisions["decisions"].as_array().unwrap();
+    for decision in &all[..2] {
+        assert_eq!(decision["handoff"]["route"], "pair", "{decision}");
+        let why = decision["handoff"]["decided_by"].as_str().unwrap();
+        assert!(["itl", "both"].contains(&why), "{decision}");
+    }
+    assert_eq!(all[2]["handoff"]["route"], "single", "{}", all[2]);
+    drop(stream);
+}
+
+#[tokio::test]
+async fn gaps_between_tokens_are_learned_from_streams_that_pass() {
+    let served = serve(DEAR_GAPS).await;
+    let mut stream = served.stream().await;
+    for number in 0..4 {
+        for _ in 0..30 {
+            stream.frame().await.unwrap().unwrap();
+        }
+        let mut body = completion(0, true);
+        let first = 10_000 * (number + 1);
+        body["prompt"] = json!((first..first + 1_500).collect::<Vec<u32>>());
+        assert_eq!(served.ask(&body).await.0, 200);
+    }
+    for _ in 0..60 {
+        stream.frame().await.unwrap().unwrap();
+    }
+    let report = served.report().await;
+    let all = report["prefill"].as_array().unwrap();
+    let known = all.iter().find(|known| known["worker"]["worker"] == "d");
+    // The engine takes 5 ms for each token; the machine may be busy.
+    let gap = known.unwrap()["gap_seconds"].as_f64().unwrap();
+    assert!((0.002..0.05).contains(&gap), "{report}");
+    assert!(
+        known.unwrap()["stall_measurements"].as_u64().unwrap() > 0,
+        "{report}"
+    );
 }

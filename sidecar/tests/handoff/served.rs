@@ -19,7 +19,7 @@ pub(crate) fn completion(first: u32, stream: bool) -> Value {
     body
 }
 
-fn chat(stream: bool) -> Value {
+pub(crate) fn chat(stream: bool) -> Value {
     let mut body = json!({"messages": [{"role": "user", "content": "word ".repeat(50)}], "max_tokens": 6,
         "stream": stream});
     if stream {
@@ -110,6 +110,26 @@ async fn every_shape_is_answered_as_by_one_worker_with_the_prefills_usage() {
             .all(|worker| worker.worker.worker.as_str() == "p"),
         "{stats:?}"
     );
+}
+
+#[tokio::test]
+async fn an_engine_that_pushes_is_driven_alike() {
+    let mut prefill = engine(Role::Prefill);
+    if let Some(transfer) = &mut prefill.transfer {
+        transfer.push = true;
+    }
+    let plan = Plan {
+        prefill,
+        ..Plan::default()
+    };
+    let world = World::start(plan).await;
+    for body in [completion(1, false), completion(1, true)] {
+        let expected = alone(COMPLETIONS, &body).await;
+        let reply = world.ask(COMPLETIONS, &body).await;
+        assert_eq!(read(&reply.text).0, expected);
+    }
+    world.is_clean().await;
+    assert_eq!(world.metrics.ended("split"), 2);
 }
 
 #[tokio::test]

@@ -10,10 +10,12 @@ use hyper::{HeaderMap, Response, StatusCode};
 use kvlane::handoff::{HandoffConfig, HandoffPlanner, PrefillWork};
 use kvlane::{BlockSize, Prompt, Role, Router, RouterConfig, SaltContext, SelectRequest};
 use kvlane_sidecar::config::{Config, WorkerConfig};
-use kvlane_sidecar::engine::{Engine, EngineConfig, EngineHandle, Refusal, TransferConfig};
+use kvlane_sidecar::engine::{
+    Engine, EngineConfig, EngineHandle, KvProtocol, Refusal, TransferConfig,
+};
 use kvlane_sidecar::fleet::Fleet;
 use kvlane_sidecar::handoff::{
-    DriveLimits, DriveRequest, Driver, HandoffMetrics, Nixl, Pair, Protocol, Side,
+    Connector, DriveLimits, DriveRequest, Driver, HandoffMetrics, Pair, PairTerms, Side,
 };
 use kvlane_sidecar::metrics::Metrics;
 use kvlane_sidecar::proxy::ProxyBody;
@@ -35,9 +37,10 @@ pub(crate) struct Plan {
     pub(crate) lease: Duration,
     /// The lease that the driver believes in.
     pub(crate) believed: Duration,
-    pub(crate) may_fall_back: bool,
-    /// NIXL when absent.
-    pub(crate) protocol: Option<Arc<dyn Protocol>>,
+    /// What the connector allows when absent.
+    pub(crate) may_fall_back: Option<bool>,
+    /// How both engines, and the driver, hand over.
+    pub(crate) connector: Connector,
 }
 
 pub(crate) const LEASE: Duration = Duration::from_millis(400);
@@ -52,8 +55,8 @@ impl Default for Plan {
             // A busy machine may take its time between an answer and its reader: the engine must not be the quicker one.
             lease: 3 * LEASE,
             believed: LEASE,
-            may_fall_back: true,
-            protocol: None,
+            may_fall_back: None,
+            connector: Connector::Nixl,
         }
     }
 }
@@ -71,6 +74,8 @@ pub(crate) fn engine(role: Role) -> EngineConfig {
 
 pub(crate) struct World {
     prefill: Mutex<Option<EngineHandle>>,
+    /// As it was started, on fixed ports, to be started again.
+    prefill_config: EngineConfig,
     pub(crate) decode: EngineHandle,
     pub(crate) prefill_gate: Gate,
     pub(crate) decode_gate: Gate,
@@ -81,7 +86,9 @@ pub(crate) struct World {
     pub(crate) planner: Arc<HandoffPlanner>,
     believed: Duration,
     may_fall_back: bool,
-    protocol: Arc<dyn Protocol>,
+    connector: Connector,
+    bootstrap_port: u16,
+    prefill_engine: Option<String>,
 }
 
 /// A response that was read to its end.
@@ -99,10 +106,28 @@ impl Reply {
 
 impl World {
     pub(crate) async fn start(mut plan: Plan) -> Self {
+        let protocol = match plan.connector {
+            Connector::Nixl => KvProtocol::Nixl,
+            Connector::Sglang => KvProtocol::Sglang,
+            Connector::Mooncake => KvProtocol::Mooncake,
+        };
         if let Some(transfer) = &mut plan.prefill.transfer {
             transfer.lease = plan.lease;
+            transfer.listen = free_address();
+            transfer.bootstrap = free_address();
+            transfer.protocol = protocol;
         }
+        if let Some(transfer) = &mut plan.decode.transfer {
+            transfer.protocol = protocol;
+        }
+        plan.prefill.listen = free_address();
+        let prefill_config = plan.prefill.clone();
         let prefill = Engine::start(plan.prefill).await.unwrap();
+        let bootstrap = prefill.bootstrap_address();
+        let prefill_engine = match (plan.connector, bootstrap) {
+            (Connector::Mooncake, Some(address)) => Some(engine_at(address).await),
+            _ => None,
+        };
         let decode = Engine::start(plan.decode).await.unwrap();
         let prefill_gate = Gate::start(prefill.address(), plan.prefill_hook).await;
         let decode_gate = Gate::start(decode.address(), plan.decode_hook).await;
@@ -122,6 +147,7 @@ impl World {
         let limits = DriveLimits::default();
         Self {
             prefill: Mutex::new(Some(prefill)),
+            prefill_config,
             decode,
             prefill_gate,
             decode_gate,
@@ -130,11 +156,13 @@ impl World {
             driver: Driver::new(limits, metrics.handoff.clone(), Some(planner.clone())),
             metrics: metrics.handoff.clone(),
             planner,
-            protocol: plan
-                .protocol
-                .unwrap_or_else(|| Arc::new(Nixl::new(plan.believed))),
+            connector: plan.connector,
+            bootstrap_port: bootstrap.map_or(0, |address| address.port()),
+            prefill_engine,
             believed: plan.believed,
-            may_fall_back: plan.may_fall_back,
+            may_fall_back: plan
+                .may_fall_back
+                .unwrap_or_else(|| plan.connector.decoder_serves_alone()),
         }
     }
 
@@ -146,6 +174,15 @@ impl World {
     /// Takes the prefill engine away, to kill it.
     pub(crate) fn take_prefill(&self) -> Option<EngineHandle> {
         self.prefill.lock().take()
+    }
+
+    /// Kills the prefill engine and starts it again where it was; what it held is gone.
+    pub(crate) async fn restart_prefill(&self) {
+        if let Some(engine) = self.take_prefill() {
+            engine.shutdown().await;
+        }
+        let again = Engine::start(self.prefill_config.clone()).await.unwrap();
+        *self.prefill.lock() = Some(again);
     }
 
     fn side(&self, id: &str) -> Side {
@@ -175,11 +212,14 @@ impl World {
         let pair = Pair {
             prefill: self.side("p"),
             decode: self.side("d"),
-            protocol: self.protocol.clone(),
-            lease: self.believed,
-            may_fall_back: self.may_fall_back,
-            bootstrap_port: 8998,
-            prefill_engine: None,
+            terms: PairTerms {
+                protocol: self.connector.protocol(self.believed),
+                lease: self.believed,
+                may_fall_back: self.may_fall_back,
+                bootstrap_port: self.bootstrap_port,
+                prefill_engine: self.prefill_engine.clone(),
+                peer: None,
+            },
             transfer: None,
             work: PrefillWork {
                 input_tokens: 64,
@@ -204,6 +244,11 @@ impl World {
     /// Checks that nothing is left: no open handoff, booking or block, and that no engine was sent what was used, expired
     /// or another prompt's.
     pub(crate) async fn is_clean(&self) {
+        self.is_clean_but(&[]).await;
+    }
+
+    /// The same, where some refusals are what is tested.
+    pub(crate) async fn is_clean_but(&self, expected: &[Refusal]) {
         eventually("handoffs closed", || {
             self.driver.open() == 0 && self.metrics.open() == 0
         })
@@ -221,9 +266,24 @@ impl World {
         })
         .await;
         for reason in Refusal::ALL {
-            if reason != Refusal::Unreachable {
+            if reason != Refusal::Unreachable && !expected.contains(&reason) {
                 assert_eq!(self.decode.transfers().refused(reason), 0, "{reason}");
+                let used = self.prefill(|engine| engine.transfers().refused(reason));
+                assert_eq!(used.unwrap_or(0), 0, "{reason}");
             }
         }
     }
+}
+
+/// Returns an address that was free a moment ago.
+fn free_address() -> SocketAddr {
+    let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    listener.local_addr().unwrap()
+}
+
+/// Asks a Mooncake bootstrap service for its engine's id.
+async fn engine_at(address: SocketAddr) -> String {
+    let answer = crate::serve::get(address, "/query").await;
+    let ranks: Value = serde_json::from_str(&answer).unwrap();
+    ranks["0"]["engine_id"].as_str().unwrap().to_owned()
 }

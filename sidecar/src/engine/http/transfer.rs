@@ -151,7 +151,7 @@ pub(super) fn server_info(connector: &Connector, role: Role) -> Map<String, Valu
     let kv_role = match role {
         Role::Prefill => "kv_producer",
         Role::Decode => "kv_consumer",
-        _ => "kv_both",
+        Role::Both => "kv_both",
     };
     let vllm =
         |name: &str| json!({"kv_transfer_config": {"kv_connector": name, "kv_role": kv_role}});

@@ -15,6 +15,7 @@ pub struct HandoffMetrics {
     ended: Family<[(&'static str, &'static str); 1], Counter>,
     fallbacks: Family<[(&'static str, &'static str); 1], Counter>,
     pub(super) collected: Counter,
+    pub(super) left_to_lease: Counter,
     pub(super) prefill_seconds: Histogram,
     pub(super) transfer_seconds: Histogram,
 }
@@ -28,6 +29,7 @@ impl Default for HandoffMetrics {
             ended: Family::default(),
             fallbacks: Family::default(),
             collected: Counter::default(),
+            left_to_lease: Counter::default(),
             prefill_seconds: seconds(),
             transfer_seconds: seconds(),
         }
@@ -57,6 +59,11 @@ impl HandoffMetrics {
             "handoff_collected",
             "Prefills fetched for nobody, because their client had left",
             all.collected.clone(),
+        );
+        registry.register(
+            "handoff_left_to_lease",
+            "Prefills whose client had left, held until their lease ends because the decode worker had no room",
+            all.left_to_lease.clone(),
         );
         registry.register(
             "handoff_prefill_seconds",
@@ -89,6 +96,18 @@ impl HandoffMetrics {
     pub fn fallbacks(&self, reason: FallbackReason) -> u64 {
         let labels = [("reason", reason.as_str())];
         self.fallbacks.get_or_create(&labels).get()
+    }
+
+    /// Returns how many prefills were fetched for nobody.
+    #[must_use]
+    pub fn collected(&self) -> u64 {
+        self.collected.get()
+    }
+
+    /// Returns how many were left to their lease instead.
+    #[must_use]
+    pub fn left_to_lease(&self) -> u64 {
+        self.left_to_lease.get()
     }
 
     pub(super) fn begin(&self) -> Open {

@@ -6,8 +6,7 @@ use std::time::Instant;
 use bytes::Bytes;
 use hyper::http::response::Parts;
 use kvlane::Outcome as BookingOutcome;
-use kvlane::WorkerRank;
-use kvlane::handoff::PrefillWork;
+use kvlane::handoff::{GapCause, PrefillWork};
 use serde_json::Value;
 use tokio::sync::mpsc;
 use tokio_util::task::TaskTracker;
@@ -16,12 +15,12 @@ use tracing::{debug, warn};
 use super::client::Client;
 use super::leg::{LegError, LegEvent, Running, Sending};
 use super::metrics::Open;
-use super::{DriveRequest, Pair, Shared};
+use super::{DriveRequest, Pair, Shared, Side};
 use crate::forward::is_event_stream;
 use crate::handoff::{
-    Action, Answer, AnswerCorrector, Attempt, Event, FallbackReason, Handoff, HandoffRules, Leg,
-    LegContext, LegOrder, Outcome, Ticket, collecting, correct_answer, local_body,
-    prefill_cached_tokens,
+    Action, Answer, AnswerCorrector, Attempt, Disturbing, Event, Failure, FallbackReason, Handoff,
+    HandoffRules, Leg, LegContext, LegOrder, Outcome, RankGaps, StreamGaps, Ticket, collecting,
+    correct_answer, local_body, noticeable, prefill_cached_tokens,
 };
 
 /// One handoff on its way.
@@ -47,6 +46,11 @@ pub(super) struct Run {
     cached_tokens: Option<u64>,
     prefill_sent: Option<Instant>,
     prefill_answered: Option<Instant>,
+    /// The decode worker has what was handed over.
+    fetched: bool,
+    /// What streams on the two workers may notice of this request.
+    prefill_disturbs: Option<Disturbing>,
+    decode_disturbs: Option<Disturbing>,
     random: u128,
 }
 
@@ -56,7 +60,7 @@ enum Forwarded {
     /// Kept until it is whole.
     Whole(Box<Parts>, Vec<u8>),
     /// A stream; corrected where the decode worker did not process the prompt.
-    Stream(Option<AnswerCorrector>),
+    Stream(Option<AnswerCorrector>, Option<StreamGaps>),
 }
 
 /// Pieces that wait for the client.
@@ -87,16 +91,25 @@ impl Run {
             cached_tokens: None,
             prefill_sent: None,
             prefill_answered: None,
+            fetched: false,
+            prefill_disturbs: None,
+            decode_disturbs: None,
             random: fastrand::u128(..),
         }
+    }
+
+    /// Returns where legs report to.
+    #[cfg(test)]
+    pub(super) fn events(&self) -> mpsc::Sender<LegEvent> {
+        self.events.0.clone()
     }
 
     /// Runs the handoff until nothing of it is open.
     pub(super) async fn finish(mut self) {
         let rules = HandoffRules {
-            order: self.pair.protocol.order(),
-            may_fall_back: self.pair.may_fall_back,
-            lease: self.pair.lease,
+            order: self.pair.terms.protocol.order(),
+            may_fall_back: self.pair.terms.may_fall_back,
+            lease: self.pair.terms.lease,
         };
         let mut handoff = match rules.order {
             LegOrder::Sequential => {
@@ -106,7 +119,7 @@ impl Run {
             }
             LegOrder::Concurrent => {
                 let now = Instant::now();
-                let Some(ticket) = self.pair.protocol.introduce(&self.context(), now) else {
+                let Some(ticket) = self.pair.terms.protocol.introduce(&self.context(), now) else {
                     self.client.bad_gateway(
                         "too little is known of the prefill worker to split the request",
                     );
@@ -158,14 +171,16 @@ impl Run {
         let waits = handoff.outcome().is_none();
         let happened = tokio::select! {
             biased;
-            () = self.client.left(), if waits => return Some(Event::ClientLeft),
+            () = self.client.left(), if waits => return Some(self.client_left()),
             happened = self.events.1.recv() => happened,
             () = time_passes => return Some(Event::Tick),
         };
         match happened? {
-            LegEvent::Prefilled(Ok(reply)) => Some(self.prefilled(&reply)),
+            LegEvent::Prefilled(Ok(reply)) => Some(Event::PrefillAnswered(self.prefilled(&reply))),
             LegEvent::Prefilled(Err(error)) => {
                 self.prefill = None;
+                self.prefill_disturbs = None;
+                self.doubt();
                 Some(Event::PrefillFailed(self.failed(error)))
             }
             LegEvent::Began(attempt, parts) => self.began(attempt, parts),
@@ -179,12 +194,16 @@ impl Run {
             }),
             LegEvent::Failed(attempt, error) => self.is_current(attempt).then(|| {
                 self.decode = None;
+                self.decode_disturbs = None;
+                if self.fetching == Some(attempt) && !self.fetched {
+                    self.doubt();
+                }
                 Event::DecodeFailed(attempt, self.failed(error))
             }),
         }
     }
 
-    fn failed(&mut self, error: LegError) -> crate::handoff::Failure {
+    fn failed(&mut self, error: LegError) -> Failure {
         warn!(
             request_id = self.request.request_id,
             cause = error.why,
@@ -202,20 +221,52 @@ impl Run {
             .is_some_and(|(current, _)| *current == attempt)
     }
 
-    /// Takes in the prefill leg's answer.
-    fn prefilled(&mut self, reply: &Bytes) -> Event {
+    /// Takes in that the client has left. The prefill leg's answer may be there already: then something is held for it.
+    fn client_left(&mut self) -> Event {
+        if self.decode.is_some() || !self.is_sequential() {
+            return Event::ClientLeft;
+        }
+        match self.events.1.try_recv() {
+            Ok(LegEvent::Prefilled(Ok(reply))) => Event::LeftBehind(self.prefilled(&reply)),
+            _ => Event::ClientLeft,
+        }
+    }
+
+    /// Takes in the prefill leg's answer; returns what it hands over.
+    fn prefilled(&mut self, reply: &Bytes) -> Option<Ticket> {
         let now = Instant::now();
         self.prefill = None;
+        self.prefill_disturbs = None;
         self.prefill_answered = Some(now);
         let mut reply: Value = serde_json::from_slice(reply).unwrap_or(Value::Null);
         self.cached_tokens = prefill_cached_tokens(&reply);
-        self.learn_prefill(now);
         self.pair.prefill.prefill_done(now);
-        let ticket = self.pair.protocol.handed_over(&mut reply, now);
-        if let Some(transfer) = &self.pair.transfer {
-            transfer.started(now);
+        if self.is_sequential() {
+            self.learn_prefill(now);
+            if let Some(transfer) = &self.pair.transfer {
+                transfer.started(now);
+            }
+        } else {
+            // It comes when the decode worker has the cache, or later: the answer may be on its way already.
+            if let Some((_, Forwarded::Stream(Some(corrector), _))) = &mut self.answer {
+                corrector.learn(self.cached_tokens);
+            }
+            if self.fetched {
+                self.release_prefill(true);
+            }
         }
-        Event::PrefillAnswered(ticket)
+        self.pair.terms.protocol.handed_over(&mut reply, now)
+    }
+
+    fn is_sequential(&self) -> bool {
+        self.pair.terms.protocol.order() == LegOrder::Sequential
+    }
+
+    /// Lets the prefill worker be asked again who it is: it may have restarted.
+    fn doubt(&self) {
+        if let Some(peer) = &self.pair.terms.peer {
+            peer.doubt();
+        }
     }
 
     fn learn_prefill(&self, now: Instant) {
@@ -228,11 +279,7 @@ impl Run {
             .prefill_seconds
             .observe(elapsed.as_secs_f64());
         if let Some(planner) = &self.shared.planner {
-            let side = &self.pair.prefill;
-            let target = WorkerRank {
-                worker: side.worker.config.id.clone(),
-                dp_rank: side.dp_rank,
-            };
+            let target = self.pair.prefill.target();
             let work = PrefillWork {
                 cached_tokens: self.cached_tokens.unwrap_or(self.pair.work.cached_tokens),
                 ..self.pair.work
@@ -247,11 +294,15 @@ impl Run {
         }
         let now = Instant::now();
         self.pair.decode.prefill_done(now);
+        self.decode_disturbs = None;
         let fetched = self.fetching == Some(attempt);
         if fetched {
+            self.fetched = true;
             self.learn_transfer(now);
-            // The prefill worker holds nothing of it any more.
-            self.release_prefill(true);
+            // The prefill worker holds nothing of it any more. In concurrent protocols its answer tells what it had cached.
+            if self.is_sequential() || self.prefill.is_none() {
+                self.release_prefill(true);
+            }
         }
         if !self.collecting {
             let waited = now - self.request.started;
@@ -259,7 +310,9 @@ impl Run {
             metrics.ttft_seconds.observe(waited.as_secs_f64());
             let forwarded = if is_event_stream(&parts.headers) {
                 self.client.begin_stream(*parts);
-                Forwarded::Stream(fetched.then(|| AnswerCorrector::new(self.cached_tokens)))
+                let corrector = fetched.then(|| AnswerCorrector::new(self.cached_tokens));
+                let gaps = self.gaps_of(&self.pair.decode);
+                Forwarded::Stream(corrector, gaps.map(|gaps| gaps.follow()))
             } else {
                 Forwarded::Whole(parts, Vec::new())
             };
@@ -268,7 +321,17 @@ impl Run {
         Some(Event::DecodeStarted(attempt))
     }
 
+    fn gaps_of(&self, side: &Side) -> Option<Arc<RankGaps>> {
+        let gaps = self.shared.gaps.as_ref();
+        gaps.map(|gaps| gaps.of(&side.target()))
+    }
+
     fn learn_transfer(&mut self, now: Instant) {
+        if !self.is_sequential() {
+            // When the bytes began to move, nobody told.
+            self.pair.transfer = None;
+            return;
+        }
         if let Some(answered) = self.prefill_answered {
             let seconds = (now - answered).as_secs_f64();
             self.shared.metrics.transfer_seconds.observe(seconds);
@@ -292,10 +355,15 @@ impl Run {
                 let room = most.saturating_add(1).saturating_sub(whole.len());
                 whole.extend_from_slice(&piece[..piece.len().min(room)]);
             }
-            Forwarded::Stream(None) => self.client.send(piece.to_vec()).await,
-            Forwarded::Stream(Some(corrector)) => {
+            Forwarded::Stream(corrector, gaps) => {
+                if let Some(gaps) = gaps {
+                    gaps.piece(piece, Instant::now());
+                }
                 let mut out = Vec::with_capacity(piece.len());
-                corrector.feed(piece, &mut out);
+                match corrector {
+                    Some(corrector) => corrector.feed(piece, &mut out),
+                    None => out.extend_from_slice(piece),
+                }
                 self.client.send(out).await;
             }
         }
@@ -307,7 +375,7 @@ impl Run {
             return;
         };
         match forwarded {
-            Forwarded::Stream(corrector) => {
+            Forwarded::Stream(corrector, _) => {
                 let mut out = Vec::new();
                 if let Some(mut corrector) = corrector {
                     corrector.finish(&mut out);
@@ -345,15 +413,17 @@ impl Run {
                     failed = self.send_split(attempt, ticket).or(failed);
                 }
                 Action::Collect(attempt, ticket) => {
-                    self.collecting = true;
-                    self.shared.metrics.collected.inc();
-                    failed = self.send_split(attempt, ticket).or(failed);
+                    failed = self.collect(attempt, ticket).or(failed);
                 }
                 Action::SendLocal(attempt, reason) => self.send_local(attempt, reason),
-                Action::CancelPrefill => self.prefill = None,
+                Action::CancelPrefill => {
+                    self.prefill = None;
+                    self.prefill_disturbs = None;
+                }
                 Action::CancelDecode(attempt) => {
                     if self.is_current(attempt) {
                         self.decode = None;
+                        self.decode_disturbs = None;
                     }
                 }
                 Action::Answer(answer) => self.answer_client(answer).await,
@@ -362,33 +432,53 @@ impl Run {
         failed
     }
 
+    /// Fetches for nobody what was handed over, where that takes nothing from others; else its lease is waited for.
+    fn collect(&mut self, attempt: Attempt, ticket: Ticket) -> Option<Event> {
+        let worker = &self.pair.decode.worker;
+        // This request is among those in flight.
+        let has_room = worker.in_flight() <= self.shared.limits.busy_requests;
+        if !(has_room && worker.is_eligible()) {
+            self.shared.metrics.left_to_lease.inc();
+            return Some(Event::DecodeFailed(attempt, Failure::Failed));
+        }
+        self.collecting = true;
+        self.shared.metrics.collected.inc();
+        self.send_split(attempt, ticket)
+    }
+
     fn send_prefill(&mut self, ticket: Option<&Ticket>) {
         let request = &self.request;
-        let protocol = &self.pair.protocol;
+        let protocol = &self.pair.terms.protocol;
         let leg = protocol.prefill(request.endpoint, &request.body, ticket, &self.context());
         let sending = Sending::new(request, &self.pair.prefill, &leg, self.shared.limits);
         let task = self.tasks.spawn(sending.prefill(self.events.0.clone()));
-        self.prefill_sent = Some(Instant::now());
+        let now = Instant::now();
+        self.prefill_sent = Some(now);
+        let gaps = self.gaps_of(&self.pair.prefill);
+        // The answer of a concurrent protocol comes after its transfer, and says nothing of the prompt's end.
+        let cause = Some(GapCause::Prefill(self.pair.work)).filter(|_| self.is_sequential());
+        let cause = cause.and_then(noticeable);
+        self.prefill_disturbs = gaps.map(|gaps| gaps.disturb(cause, now));
         self.prefill = Some(Running::new(task.abort_handle()));
     }
 
     /// Sends the decode leg with what was handed over.
     fn send_split(&mut self, attempt: Attempt, ticket: Ticket) -> Option<Event> {
         let body = Value::clone(&self.request.body);
-        let protocol = &self.pair.protocol;
+        let protocol = &self.pair.terms.protocol;
         match protocol.decode(body, ticket, &self.context(), Instant::now()) {
             Ok(mut leg) => {
                 if self.collecting {
                     collecting(self.request.endpoint, &mut leg);
                 }
                 self.fetching = Some(attempt);
-                self.send_decode(attempt, &leg);
+                let tokens = self.pair.work.input_tokens;
+                self.send_decode(attempt, &leg, GapCause::Transfer { tokens });
                 None
             }
             Err(expired) => {
                 self.last_failure = expired.to_string();
-                let failure = crate::handoff::Failure::Failed;
-                Some(Event::DecodeFailed(attempt, failure))
+                Some(Event::DecodeFailed(attempt, Failure::Failed))
             }
         }
     }
@@ -401,10 +491,17 @@ impl Run {
             body: local_body(Value::clone(&self.request.body)),
             headers: Vec::new(),
         };
-        self.send_decode(attempt, &leg);
+        let cause = GapCause::Prefill(PrefillWork {
+            cached_tokens: 0,
+            queued_tokens: 0,
+            ..self.pair.work
+        });
+        self.send_decode(attempt, &leg, cause);
     }
 
-    fn send_decode(&mut self, attempt: Attempt, leg: &Leg) {
+    fn send_decode(&mut self, attempt: Attempt, leg: &Leg, cause: GapCause) {
+        let gaps = self.gaps_of(&self.pair.decode);
+        self.decode_disturbs = gaps.map(|gaps| gaps.disturb(noticeable(cause), Instant::now()));
         let mut sending = Sending::new(&self.request, &self.pair.decode, leg, self.shared.limits);
         if self.fetching == Some(attempt) {
             sending = sending.once();
@@ -434,8 +531,8 @@ impl Run {
         LegContext {
             request_id: &self.request.request_id,
             prefill_host: self.pair.prefill.worker.config.url.address().host(),
-            bootstrap_port: self.pair.bootstrap_port,
-            prefill_engine: self.pair.prefill_engine.as_deref(),
+            bootstrap_port: self.pair.terms.bootstrap_port,
+            prefill_engine: self.pair.terms.prefill_engine.as_deref(),
             prefill_rank: self.pair.prefill.rank(),
             decode_rank: self.pair.decode.rank(),
             random: self.random,
@@ -462,9 +559,10 @@ impl Run {
             self.pair.decode.release(&booking, now);
         }
         if !handoff.is_open() {
-            self.release_prefill(self.prefill_answered.is_some());
+            self.release_prefill(self.fetched || self.prefill_answered.is_some());
         }
     }
+
     /// Counts how the request ended among those of the decode worker; returns what that says of the booking.
     fn count_end(&self, outcome: Option<Outcome>, now: Instant) -> BookingOutcome {
         let metrics = &self.pair.decode.worker.metrics;

@@ -1,0 +1,175 @@
+//! A client that leaves in the moment in which its prefill has answered.
+
+use std::net::SocketAddr;
+
+use kvlane::{BlockSize, Prompt, Role, Router, RouterConfig, SaltContext, SelectRequest};
+use serde_json::json;
+
+use super::leg::Sending;
+use super::*;
+use crate::config::{Config, WorkerConfig};
+use crate::engine::{Engine, EngineConfig, EngineHandle, TransferConfig};
+use crate::fleet::Fleet;
+use crate::handoff::{Connector, LegContext};
+use crate::metrics::Metrics;
+
+const LEASE: Duration = Duration::from_millis(600);
+
+struct Bench {
+    prefill: EngineHandle,
+    decode: EngineHandle,
+    router: Arc<Router>,
+    fleet: Fleet,
+    metrics: HandoffMetrics,
+}
+
+async fn engine(role: Role) -> EngineHandle {
+    let listen = SocketAddr::from(([127, 0, 0, 1], 0));
+    let transfer = TransferConfig {
+        lease: LEASE,
+        ..TransferConfig::new(listen)
+    };
+    let config = EngineConfig {
+        role,
+        speed: 1_000.0,
+        transfer: Some(transfer),
+        ..EngineConfig::ephemeral()
+    };
+    Engine::start(config).await.unwrap()
+}
+
+impl Bench {
+    async fn start() -> Self {
+        let (prefill, decode) = (engine(Role::Prefill).await, engine(Role::Decode).await);
+        let router = Arc::new(Router::new(RouterConfig::default()).unwrap());
+        let metrics = Arc::new(Metrics::new());
+        let fleet = Fleet::new(
+            Arc::new(Config::default()),
+            Arc::clone(&router),
+            Arc::clone(&metrics),
+        );
+        for (id, role, engine) in [("p", Role::Prefill, &prefill), ("d", Role::Decode, &decode)] {
+            let mut config = WorkerConfig::new(id, &engine.url()).unwrap();
+            config.role = role;
+            fleet.add(config, Instant::now()).unwrap();
+        }
+        Self {
+            prefill,
+            decode,
+            router,
+            fleet,
+            metrics: metrics.handoff.clone(),
+        }
+    }
+
+    fn side(&self, id: &str) -> Side {
+        let prompt = Prompt::from_tokens(&[1; 64], BlockSize::default(), &SaltContext::default());
+        let request = SelectRequest::new(&prompt);
+        let guard = self.router.book(id, None, &request, Instant::now());
+        Side::new(
+            Arc::clone(self.fleet.members().find(id).unwrap()),
+            guard.unwrap(),
+        )
+    }
+
+    /// Runs a handoff whose client has left when its prefill leg's answer is there and not looked at yet.
+    async fn leave_behind(&self, busy_requests: usize) {
+        let limits = DriveLimits {
+            busy_requests,
+            ..DriveLimits::default()
+        };
+        let shared = Arc::new(Shared {
+            limits,
+            metrics: self.metrics.clone(),
+            planner: None,
+            gaps: None,
+        });
+        let terms = PairTerms {
+            protocol: Connector::Nixl.protocol(LEASE),
+            lease: LEASE,
+            may_fall_back: true,
+            bootstrap_port: 0,
+            prefill_engine: None,
+            peer: None,
+        };
+        let pair = Pair {
+            prefill: self.side("p"),
+            decode: self.side("d"),
+            terms,
+            transfer: None,
+            work: PrefillWork::default(),
+        };
+        let request = DriveRequest {
+            endpoint: Endpoint::Completions,
+            path: Bytes::from_static(b"/v1/completions"),
+            headers: HeaderMap::new(),
+            request_id: "left".to_owned(),
+            body: Arc::new(json!({"prompt": [1, 2, 3, 4, 5], "max_tokens": 9})),
+            started: Instant::now(),
+            audited: false,
+        };
+        let leg = pair.terms.protocol.prefill(
+            request.endpoint,
+            &request.body,
+            None,
+            &LegContext {
+                request_id: "left",
+                prefill_host: "p",
+                bootstrap_port: 0,
+                prefill_engine: None,
+                prefill_rank: (0, 1),
+                decode_rank: (0, 1),
+                random: 0,
+            },
+        );
+        let sending = Sending::new(&request, &pair.prefill, &leg, limits);
+        let (answer, answered) = oneshot::channel();
+        drop(answered);
+        let client = Client::new(answer, CancellationToken::new());
+        let run = Run::new(shared, request, pair, client);
+        sending.prefill(run.events()).await;
+        assert_eq!(self.prefill.transfers().held, 1);
+        run.finish().await;
+        assert_eq!(self.metrics.ended("left"), 1);
+        assert_eq!(
+            (self.metrics.open(), self.router.stats().active_leases),
+            (0, 0)
+        );
+    }
+}
+
+#[tokio::test]
+async fn what_was_handed_over_for_nobody_is_fetched() {
+    let bench = Bench::start().await;
+    let begun = Instant::now();
+    bench.leave_behind(1).await;
+    let transfers = bench.prefill.transfers();
+    assert_eq!(
+        (transfers.held, transfers.collected, transfers.expired),
+        (0, 1, 0)
+    );
+    assert_eq!(
+        (bench.metrics.collected(), bench.metrics.left_to_lease()),
+        (1, 0)
+    );
+    // One token, which nobody reads.
+    assert_eq!(bench.decode.stats().generated_tokens, 1);
+    assert!(begun.elapsed() < LEASE, "{:?}", begun.elapsed());
+}
+
+#[tokio::test]
+async fn a_busy_decode_worker_fetches_nothing_for_nobody() {
+    let bench = Bench::start().await;
+    bench.leave_behind(0).await;
+    // The handoff was open for as long as the prefill worker held it.
+    let transfers = bench.prefill.transfers();
+    assert_eq!(
+        (transfers.held, transfers.collected, transfers.expired),
+        (0, 0, 1)
+    );
+    assert_eq!(
+        (bench.metrics.collected(), bench.metrics.left_to_lease()),
+        (0, 1)
+    );
+    assert_eq!(bench.decode.stats().generated_tokens, 0);
+}

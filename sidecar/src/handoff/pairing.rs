@@ -1,0 +1,197 @@
+//! Which workers can hand over to each other, over which link, and how.
+//!
+//! Engines refuse each other unless version, model and connector are the same, after both legs have begun. So workers are
+//! planned in groups of those that agree, and a pair across groups is named in the plan with what differs.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use kvlane::WorkerRank;
+use kvlane::handoff::{LinkId, PlanWorker};
+
+use super::Protocol;
+use super::connector::{Connector, ProtocolChoice};
+use super::links::Links;
+use super::peers::{Peer, PeerFacts, Peers};
+use crate::fleet::{Members, Worker};
+
+/// What is configured of pairs.
+#[derive(Clone, Copy, Debug)]
+pub struct PairingRules {
+    /// Which connector workers are taken to have.
+    pub protocol: ProtocolChoice,
+    /// For how long a prefill worker holds what nobody fetches.
+    pub lease: Duration,
+}
+
+/// Knows what workers have in common.
+#[derive(Debug)]
+pub struct Pairing {
+    rules: PairingRules,
+    links: Links,
+    peers: Peers,
+}
+
+/// How one pair hands over.
+#[derive(Debug)]
+pub struct PairTerms {
+    /// What is written to both.
+    pub protocol: Arc<dyn Protocol>,
+    /// For how long the prefill worker holds what nobody fetches.
+    pub lease: Duration,
+    /// The decode worker can process a prompt itself.
+    pub may_fall_back: bool,
+    /// Port of the prefill worker's bootstrap service.
+    pub bootstrap_port: u16,
+    /// Engine id of the prefill rank, where the protocol needs it beforehand and it is known.
+    pub prefill_engine: Option<String>,
+    /// What these terms rest on.
+    pub peer: Option<Arc<Peer>>,
+}
+
+/// The workers of one plan, with what each was said to be.
+#[derive(Debug)]
+pub struct Known {
+    /// What workers take whose engines say nothing.
+    silent: Connector,
+}
+
+impl Pairing {
+    /// Creates a pairing.
+    #[must_use]
+    pub const fn new(rules: PairingRules, links: Links, peers: Peers) -> Self {
+        Self {
+            rules,
+            links,
+            peers,
+        }
+    }
+
+    /// Looks at who is there. A worker whose engine does not tell its connector is taken to have that of the others, when
+    /// those agree, and else NIXL.
+    #[must_use]
+    pub fn know(&self, members: &Members) -> Known {
+        let mut told: Vec<Connector> = members
+            .list()
+            .iter()
+            .filter_map(|worker| self.peers.of(worker)?.facts().connector)
+            .collect();
+        told.dedup();
+        let one = told
+            .first()
+            .filter(|first| told.iter().all(|other| other == *first));
+        Known {
+            silent: one.copied().unwrap_or(Connector::Nixl),
+        }
+    }
+
+    fn connector(&self, known: &Known, facts: &PeerFacts) -> Connector {
+        let fixed = self.rules.protocol.fixed();
+        fixed.or(facts.connector).unwrap_or(known.silent)
+    }
+
+    /// Adds to a worker of a plan what it must have in common with others.
+    #[must_use]
+    pub fn describe(
+        &self,
+        known: &Known,
+        worker: &Arc<Worker>,
+        mut plan: PlanWorker,
+    ) -> PlanWorker {
+        let label = |name: &str| worker.config.labels.get(name);
+        if let Some(device) = label("device") {
+            plan = plan.device(device);
+        }
+        // One that was not asked yet is in a group of its own.
+        let Some(peer) = self.peers.of(worker) else {
+            return plan.group(&format!("{}: not asked yet", worker.id()));
+        };
+        let connector = self.connector(known, peer.facts());
+        let alone = plan.serves_alone;
+        let decoder = worker.role() == kvlane::Role::Decode;
+        plan = plan.serves_alone(alone && (!decoder || connector.decoder_serves_alone()));
+        plan.group(&group(worker, peer.facts(), connector))
+    }
+
+    /// Tells whether a worker can serve a request that is not split.
+    #[must_use]
+    pub fn serves_alone(&self, known: &Known, worker: &Arc<Worker>) -> bool {
+        if worker.role() != kvlane::Role::Decode {
+            return true;
+        }
+        let peer = self.peers.of(worker);
+        let connector = match &peer {
+            Some(peer) => self.connector(known, peer.facts()),
+            None => self.connector(known, &PeerFacts::default()),
+        };
+        connector.decoder_serves_alone()
+    }
+
+    /// Returns the link between two workers.
+    #[must_use]
+    pub fn link(&self, prefill: &Worker, decode: &Worker) -> LinkId {
+        self.links.between(host(prefill), host(decode))
+    }
+
+    /// Returns how a pair hands over; `None` where too little is known of the prefill worker.
+    #[must_use]
+    pub fn terms(
+        &self,
+        known: &Known,
+        worker: &Arc<Worker>,
+        prefill: &WorkerRank,
+    ) -> Option<PairTerms> {
+        let peer = self.peers.of(worker)?;
+        let facts = peer.facts();
+        let connector = self.connector(known, facts);
+        let engine = facts.engines.get(&prefill.dp_rank).cloned();
+        if connector == Connector::Mooncake && engine.is_none() {
+            peer.doubt();
+            return None;
+        }
+        Some(PairTerms {
+            protocol: connector.protocol(self.rules.lease),
+            lease: self.rules.lease,
+            may_fall_back: connector.decoder_serves_alone(),
+            bootstrap_port: self.peers.bootstrap_port(worker, facts),
+            prefill_engine: engine,
+            peer: Some(Arc::clone(&peer)),
+        })
+    }
+
+    /// Returns what is known of each worker, for reports.
+    #[must_use]
+    pub fn report(&self, members: &Members) -> Vec<serde_json::Value> {
+        let known = self.know(members);
+        let describe = |worker: &Arc<Worker>| {
+            let peer = self.peers.of(worker)?;
+            let connector = self.connector(&known, peer.facts());
+            Some(serde_json::json!({
+                "worker": worker.id(), "host": host(worker), "group": group(worker, peer.facts(), connector),
+                "told": **peer.facts(),
+            }))
+        };
+        members.list().iter().filter_map(describe).collect()
+    }
+}
+
+/// Names what must be the same on both sides.
+fn group(worker: &Worker, facts: &PeerFacts, connector: Connector) -> String {
+    let models = worker.models();
+    let mut names: Vec<&str> = models
+        .iter()
+        .filter(|model| !model.is_adapter)
+        .map(|model| model.id.as_str())
+        .collect();
+    names.sort_unstable();
+    let version = worker.config.labels.get("version");
+    let version = version.or(facts.version.as_ref());
+    let version = version.map_or("unknown version", String::as_str);
+    format!("{}, {version}, {}", names.join(" "), connector.as_str())
+}
+
+/// Returns the host that shares its ports: the label `host`, or that of the URL.
+fn host(worker: &Worker) -> &str {
+    let label = worker.config.labels.get("host");
+    label.map_or_else(|| worker.config.url.address().host(), String::as_str)
+}
