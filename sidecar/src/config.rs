@@ -4,6 +4,7 @@
 //! put under `router:` (but not in both places). Flags override the file. Whatever is unknown, of the wrong type, out of
 //! range or contradictory stops the start with a message that names the key.
 
+mod discovery;
 mod file;
 mod flags;
 mod handoff;
@@ -18,6 +19,8 @@ use std::time::Duration;
 use kvlane::{IndexMode, RouterConfig};
 use serde::{Serialize, Serializer};
 
+pub use discovery::{DiscoverySettings, DnsSettings};
+pub(crate) use file::parse_workers;
 pub use flags::ServeArgs;
 pub use handoff::HandoffSettings;
 pub use processes::{CudaVersion, Gpus, ProcessTemplate, RestartSettings, StrayPolicy};
@@ -88,6 +91,8 @@ pub struct Config {
     /// Engines that are started and kept on this machine.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub processes: Vec<ProcessTemplate>,
+    /// Where workers are looked for while the sidecar runs (default: nowhere).
+    pub discovery: DiscoverySettings,
     /// The workers known at start; more may be added through the admin listener.
     pub workers: Vec<WorkerConfig>,
     /// The router's own settings.
@@ -126,6 +131,7 @@ impl Default for Config {
             breaker_cooldown_seconds: 5.0,
             handoff: None,
             processes: Vec::new(),
+            discovery: DiscoverySettings::default(),
             workers: Vec::new(),
             router: RouterConfig::default(),
             warnings: Vec::new(),
@@ -180,6 +186,9 @@ impl Config {
         if let Some(handoff) = &self.handoff {
             handoff.validate().map_err(ConfigError)?;
         }
+        self.discovery
+            .validate()
+            .map_err(|error| ConfigError(format!("discovery.{error}")))?;
         if self.admin == self.listen && self.listen.port() != 0 {
             return Err(ConfigError(format!(
                 "listen and admin are both {}; give them different ports",

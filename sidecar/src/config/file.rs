@@ -8,7 +8,7 @@ use serde_saphyr::Spanned;
 
 use super::keys::{self, ROUTER_KEYS};
 use super::{Config, ConfigError, WorkerConfig};
-use super::{handoff, processes};
+use super::{discovery, handoff, processes, worker};
 
 /// Applies the file's keys to `config`.
 pub(super) fn apply(config: &mut Config, text: &str, name: &str) -> Result<(), ConfigError> {
@@ -37,7 +37,12 @@ fn parse<T: DeserializeOwned>(text: &str) -> Result<T, serde_saphyr::Error> {
 
 fn apply_key(config: &mut Config, key: &str, value: &Value) -> Result<(), String> {
     if key == "workers" {
-        return apply_workers(config, value);
+        let workers = read_workers(value).map_err(|error| format!("workers{error}"))?;
+        config.workers.extend(workers);
+        return Ok(());
+    }
+    if key == "discovery" {
+        return discovery::set(config, value);
     }
     if key == "handoff" {
         return handoff::set(config, value);
@@ -66,19 +71,40 @@ fn apply_key(config: &mut Config, key: &str, value: &Value) -> Result<(), String
     }
 }
 
-fn apply_workers(config: &mut Config, value: &Value) -> Result<(), String> {
-    let list = value
-        .as_array()
-        .ok_or("workers: a list of workers is accepted")?;
-    for (index, worker) in list.iter().enumerate() {
+/// Reads a file that lists workers and nothing else: a list, or a mapping with the list under `workers`.
+///
+/// # Errors
+/// Says what is wrong, and where.
+pub(crate) fn parse_workers(text: &str) -> Result<Vec<WorkerConfig>, String> {
+    let document: Option<Value> = parse(text).map_err(|error| error.to_string())?;
+    let list = match document {
+        None | Some(Value::Null) => {
+            return Err("the file is empty; [] is a list without workers".to_owned());
+        }
+        Some(Value::Object(mut fields)) => {
+            let list = fields.remove("workers");
+            if let Some(key) = fields.keys().next() {
+                return Err(unknown(key, std::iter::once("workers")));
+            }
+            list.ok_or("workers: missing")?
+        }
+        Some(list) => list,
+    };
+    let workers = read_workers(&list)?;
+    worker::check_all(&workers, &mut Vec::new())?;
+    Ok(workers)
+}
+
+/// Reads a list of workers; messages begin with the place in the list.
+fn read_workers(value: &Value) -> Result<Vec<WorkerConfig>, String> {
+    let list = value.as_array().ok_or(": a list of workers is accepted")?;
+    let read = |(index, worker): (usize, &Value)| {
         let fields = worker
             .as_object()
-            .ok_or_else(|| format!("workers[{index}]: a mapping with id and url is accepted"))?;
-        let worker = WorkerConfig::from_fields(fields)
-            .map_err(|error| format!("workers[{index}].{error}"))?;
-        config.workers.push(worker);
-    }
-    Ok(())
+            .ok_or_else(|| format!("[{index}]: a mapping with id and url is accepted"))?;
+        WorkerConfig::from_fields(fields).map_err(|error| format!("[{index}].{error}"))
+    };
+    list.iter().enumerate().map(read).collect()
 }
 
 /// Names a router key that stands both at the top level and under `router`.

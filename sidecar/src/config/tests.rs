@@ -100,6 +100,31 @@ fn wrong_keys_are_refused_by_name_and_line() {
         &["events", "wildcard"],
     );
     refused("listen: [", &["kvlane.yaml"]);
+    refused("discovery: {fil: x}", &["discovery", "fil", "file"]);
+    refused("discovery: {file: ''}", &["discovery.file", "empty"]);
+    refused(
+        "discovery: {file: w, file_interval_seconds: 0}",
+        &["discovery.file_interval_seconds", "0.05 to 3600"],
+    );
+    for (dns, words) in [
+        ("name: x", "either name and port are accepted, or srv alone"),
+        ("name: x, port: 1, srv: s", "either name and port"),
+        ("srv: s, prot: 1", "prot"),
+        ("srv: s, interval_seconds: 0", "dns[0].interval_seconds"),
+        ("srv: s, servers: [localhost]", "dns[0].servers"),
+        ("srv: s, dp_ranks: 0", "dns[0].dp_ranks"),
+        ("srv: s, replay_port: 1", "dns[0].replay_port"),
+        ("srv: s, role: boss", "boss"),
+    ] {
+        refused(
+            &format!("discovery: {{dns: [{{{dns}}}]}}"),
+            &["discovery", words],
+        );
+    }
+    refused(
+        "discovery: {dns: [{srv: s}, {srv: s}]}",
+        &["dns:s is given twice"],
+    );
 }
 
 #[test]

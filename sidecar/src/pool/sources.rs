@@ -7,10 +7,11 @@ use parking_lot::Mutex;
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
+use super::discovery::file;
 use super::process::Processes;
 use super::roster::Roster;
 use crate::app::App;
-use crate::config::ConfigError;
+use crate::config::{ConfigError, seconds};
 
 /// Starts every source that the configuration asks for. Each has a name of its own, in listings and metrics, and ends when the
 /// sidecar stops.
@@ -20,6 +21,20 @@ use crate::config::ConfigError;
 pub fn start(app: &Arc<App>) -> Result<(), ConfigError> {
     let config = Arc::clone(&app.config);
     app.add_configured(&config.workers).map_err(ConfigError)?;
+    let discovery = &config.discovery;
+    if let Some(path) = discovery.file.clone() {
+        let interval = seconds(discovery.file_interval_seconds);
+        app.start_source("file", Absence::Left, |feed| {
+            file::follow(path, interval, feed)
+        });
+    }
+    #[cfg(feature = "dns")]
+    for settings in discovery.dns.clone() {
+        let name = settings.source();
+        app.start_source(&name, Absence::Left, |feed| {
+            super::discovery::dns::follow(settings, feed)
+        });
+    }
     Ok(())
 }
 

@@ -5,5 +5,8 @@
 #[path = "../proxy/client.rs"]
 #[expect(dead_code, reason = "shared with the tests of the proxy")]
 mod client;
+#[cfg(feature = "dns")]
+mod dns;
+mod file;
 mod members;
 mod setup;
