@@ -1,5 +1,6 @@
 //! The admin listener: health, metrics, and the workers.
 
+use std::collections::HashMap;
 use std::convert::Infallible;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -182,14 +183,23 @@ fn metrics(app: &App) -> Answer {
 
 fn list_workers(app: &App) -> Vec<Value> {
     let members = app.fleet.members();
+    let workers = members.list().iter().map(|worker| worker.id());
+    let mismatches: HashMap<_, _> = workers.zip(members.mismatches()).collect();
     let describe = |info: kvlane::WorkerInfo| {
         let mut value = serde_json::to_value(&info).unwrap_or_default();
         if let (Some(worker), Some(object)) =
             (members.find(info.id.as_str()), value.as_object_mut())
         {
             object.insert("url".to_owned(), Value::from(worker.config.url.to_string()));
-            object.insert("events".to_owned(), json!(worker.config.events));
-            object.insert("replay".to_owned(), json!(worker.config.replay));
+            let streams = worker.streams();
+            let events = streams.as_ref().map(|streams| &streams.events);
+            let events = events.or(worker.config.events.as_ref());
+            let replay = streams.as_ref().and_then(|streams| streams.replay.as_ref());
+            let replay = replay.or(worker.config.replay.as_ref());
+            object.insert("events".to_owned(), json!(events));
+            object.insert("replay".to_owned(), json!(replay));
+            object.insert("engine".to_owned(), json!(worker.described()));
+            object.insert("mismatches".to_owned(), json!(mismatches.get(worker.id())));
             object.insert("healthy".to_owned(), json!(worker.healthy()));
             object.insert(
                 "breaker".to_owned(),

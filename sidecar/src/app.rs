@@ -13,7 +13,7 @@ use tracing::{info, warn};
 
 use crate::config::{Config, WorkerConfig, seconds};
 use crate::events::EventStreams;
-use crate::fleet::Fleet;
+use crate::fleet::{Fleet, Streams, Worker};
 use crate::metrics::Metrics;
 use crate::pool::manager::{ChangeError, Hands, Manager};
 use crate::pool::member::Fact;
@@ -224,7 +224,12 @@ impl App {
     /// # Errors
     /// It is unknown.
     pub fn drain_worker(&self, id: &str, drain: bool) -> kvlane::Result<()> {
-        self.fleet.worker(id)?.learn(Fact::DrainAsked(drain));
+        // Not while the worker begins anew: the next life would not know.
+        self.pool.hold(|| {
+            let worker = self.fleet.worker(id)?;
+            worker.learn(Fact::DrainAsked(drain));
+            Ok(())
+        })?;
         info!(worker = id, drain, "an operator changed the drain");
         Ok(())
     }
@@ -240,6 +245,77 @@ impl App {
             return Ok(());
         }
         self.fleet.worker(id).map(|_| ())
+    }
+
+    /// Begins to follow a worker that was just added.
+    fn begin(&self, worker: Arc<Worker>) {
+        info!(
+            worker = worker.id(),
+            url = %worker.config.url,
+            events = worker.config.events,
+            source = &**worker.source(),
+            epoch = %worker.epoch(),
+            "worker added"
+        );
+        let follow = scrape::follow(worker, Arc::clone(&self.fleet), Arc::clone(&self.config));
+        let stop = self.stop.clone();
+        self.tasks.spawn(async move {
+            tokio::select! {
+                () = stop.cancelled() => {}
+                () = follow => {}
+            }
+        });
+    }
+
+    /// Follows the events that a worker is known to have, unless they are followed already.
+    fn follow_events(&self, worker: &Worker, known: &WorkerConfig) -> kvlane::Result<()> {
+        let streams = Streams::of(known).filter(|_| self.config.router.index == IndexMode::Events);
+        let before = worker.streams();
+        if streams == before {
+            return Ok(());
+        }
+        info!(
+            worker = worker.id(),
+            events = known.events,
+            replay = known.replay,
+            "following events"
+        );
+        if before.is_some() {
+            self.events.unfollow(worker.id());
+            worker.set_streams(None);
+        }
+        if streams.is_some() {
+            self.events.follow(known)?;
+        }
+        worker.set_streams(streams);
+        Ok(())
+    }
+
+    /// Acts on what a worker's engine told of itself: its events are followed, its role is taken over, and where it has more
+    /// ranks than was thought, it begins anew with them.
+    fn adopt(&self, worker: &Arc<Worker>, known: WorkerConfig) -> kvlane::Result<()> {
+        let _changing = self.changing.lock();
+        let id = worker.id();
+        let is_member = |member: &Arc<Worker>| Arc::ptr_eq(member, worker);
+        if !self.fleet.members().find(id).is_some_and(is_member) {
+            return Ok(());
+        }
+        let (role, dp_ranks) = (known.role, known.dp_ranks);
+        if dp_ranks != worker.config.dp_ranks {
+            info!(
+                worker = id,
+                dp_ranks, "the engine has other ranks than was thought"
+            );
+            self.events.unfollow(id);
+            let next = self.fleet.replace(worker, known, Instant::now())?;
+            self.begin(Arc::clone(&next));
+            return self.follow_events(&next, &next.config);
+        }
+        if role != worker.role() {
+            info!(worker = id, role = role.name(), "the engine has a role");
+            worker.adopt_role(role);
+        }
+        self.follow_events(worker, &known)
     }
 
     /// Tells whether new requests can be served.
@@ -260,6 +336,12 @@ impl App {
         for worker in self.fleet.members().list() {
             worker.tick(now);
             worker.pool.sweep();
+            if let Some(known) = worker.take_news() {
+                let adopted = self.pool.hold(|| self.adopt(worker, known));
+                if let Err(error) = adopted {
+                    warn!(worker = worker.id(), cause = %error, "what the engine tells of itself cannot be used");
+                }
+            }
         }
         self.pool.tick(self, now);
         for change in self.router.take_trust_changes() {
@@ -282,31 +364,13 @@ impl App {
 impl Hands for App {
     fn add(&self, sighting: &Sighting, source: &Arc<str>) -> kvlane::Result<()> {
         let _changing = self.changing.lock();
-        let worker = self
-            .fleet
-            .join(sighting.clone(), Arc::clone(source), Instant::now())?;
-        if self.config.router.index == IndexMode::Events
-            && let Err(error) = self.events.follow(&worker.config)
-        {
+        let source = Arc::clone(source);
+        let worker = self.fleet.join(sighting.clone(), source, Instant::now())?;
+        if let Err(error) = self.follow_events(&worker, &worker.config) {
             self.fleet.remove(worker.id())?;
             return Err(error);
         }
-        info!(
-            worker = worker.id(),
-            url = %worker.config.url,
-            events = worker.config.events,
-            source = &**source,
-            epoch = %worker.epoch(),
-            "worker added"
-        );
-        let follow = scrape::follow(worker, Arc::clone(&self.fleet), Arc::clone(&self.config));
-        let stop = self.stop.clone();
-        self.tasks.spawn(async move {
-            tokio::select! {
-                () = stop.cancelled() => {}
-                () = follow => {}
-            }
-        });
+        self.begin(worker);
         Ok(())
     }
 

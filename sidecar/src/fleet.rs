@@ -12,13 +12,16 @@ use std::time::Instant;
 
 use kvlane::{Error, ErrorKind, Role, Router, WorkerId};
 use parking_lot::RwLock;
+use tracing::warn;
 
 pub(crate) use worker::InFlight;
+pub(crate) use worker::Streams;
 pub use worker::{Model, Worker};
 
 use crate::config::{Config, WorkerConfig};
 use crate::metrics::Metrics;
-use crate::pool::member::{Epoch, Fact};
+use crate::pool::describe::{Described, Mates};
+use crate::pool::member::{Epoch, Member};
 use crate::pool::roster::{Phase, Sighting};
 
 /// Every worker.
@@ -73,6 +76,23 @@ impl Members {
     #[must_use]
     pub fn find(&self, id: &str) -> Option<&Arc<Worker>> {
         self.by_id.get(id).map(|index| &self.list[*index])
+    }
+
+    /// Names, for each worker of the list, where its engine contradicts what its source says, or differs from most of the source's
+    /// other workers.
+    #[must_use]
+    pub fn mismatches(&self) -> Vec<Vec<String>> {
+        let described: Vec<_> = self.list.iter().map(|worker| worker.described()).collect();
+        let mut mates: HashMap<&str, Mates> = HashMap::new();
+        for (worker, described) in self.list.iter().zip(&described) {
+            mates.entry(worker.source()).or_default().add(described);
+        }
+        let of = |(worker, described): (&Arc<Worker>, &Described)| {
+            let mut all = worker.mismatches();
+            all.extend(mates[&**worker.source()].differences(described));
+            all
+        };
+        self.list.iter().zip(&described).map(of).collect()
     }
 
     /// Finds what is known of a model id.
@@ -153,15 +173,54 @@ impl Fleet {
     ) -> kvlane::Result<Arc<Worker>> {
         let mut members = self.members.write();
         self.router.add_worker(sighting.worker.spec(), now)?;
-        let phase = sighting.phase;
-        let epoch = Epoch(self.lives.fetch_add(1, Ordering::Relaxed) + 1);
-        let parts = (&*self.settings, &self.router, &*self.metrics);
-        let worker = Arc::new(Worker::new(sighting, source, epoch, parts));
-        worker.learn(Fact::Phase(phase));
+        let member = Member::new(self.next_epoch(), sighting.phase);
+        let told = sighting.worker.clone();
+        Ok(self.enter(
+            &mut members,
+            Worker::new(sighting, told, source, member, self.parts()),
+        ))
+    }
+
+    /// Replaces a worker by another life of it, which is `config` at the same place: for what cannot be changed of a life. What its
+    /// source and operators said of it holds on.
+    ///
+    /// # Errors
+    /// As [`Router::add_worker`]. Where `config` is refused, the worker begins anew as it was.
+    pub(crate) fn replace(
+        &self,
+        worker: &Worker,
+        config: WorkerConfig,
+        now: Instant,
+    ) -> kvlane::Result<Arc<Worker>> {
+        self.remove(worker.id())?;
+        let mut members = self.members.write();
+        let config = match self.router.add_worker(config.spec(), now) {
+            Ok(()) => config,
+            Err(error) => {
+                warn!(worker = worker.id(), cause = %error, "a worker cannot be what its engine says");
+                self.router.add_worker(worker.config.spec(), now)?;
+                worker.config.clone()
+            }
+        };
+        let next = worker.reborn(config, self.next_epoch(), self.parts());
+        Ok(self.enter(&mut members, next))
+    }
+
+    fn next_epoch(&self) -> Epoch {
+        Epoch(self.lives.fetch_add(1, Ordering::Relaxed) + 1)
+    }
+
+    fn parts(&self) -> (&Config, &Arc<Router>, &Metrics) {
+        (&self.settings, &self.router, &self.metrics)
+    }
+
+    fn enter(&self, members: &mut Arc<Members>, worker: Worker) -> Arc<Worker> {
+        let worker = Arc::new(worker);
+        worker.publish();
         let mut list = members.list.clone();
         list.push(Arc::clone(&worker));
         *members = Arc::new(Members::of(list));
-        Ok(worker)
+        worker
     }
 
     /// Removes a worker; requests that wait for its first byte go elsewhere.
@@ -224,7 +283,7 @@ mod tests {
 
     use super::*;
     use crate::forward::breaker::Verdict;
-    use crate::pool::member::{MemberState, Probe};
+    use crate::pool::member::{Fact, MemberState, Probe};
 
     fn fleet() -> Fleet {
         let mut router = RouterConfig::default();

@@ -10,11 +10,13 @@ use hyper::header::{ACCEPT, HOST, HeaderValue};
 use hyper::{Request, StatusCode};
 use kvlane::LoadReport;
 use serde::Deserialize;
+use serde_json::Value;
 use tracing::debug;
 
 use crate::config::{Config, seconds};
 use crate::fleet::{Fleet, Model, Worker};
 use crate::forward::upstream::{Pool, UpstreamError};
+use crate::pool::describe::{Described, ranks_of};
 use crate::pool::member::Probe;
 
 mod exposition;
@@ -75,6 +77,9 @@ async fn probe_loop(worker: &Arc<Worker>, fleet: &Fleet, interval: Duration) {
             models_at = Some(Instant::now());
             learn_models(worker, fleet).await;
         }
+        if is_healthy && (worker.take_stale() || !was_healthy) {
+            describe(worker).await;
+        }
         // One that is down is asked more often, so that it is missed no longer than needed.
         let pause = if is_healthy {
             interval
@@ -117,6 +122,44 @@ async fn learn_models(worker: &Worker, fleet: &Fleet) {
     }
 }
 
+/// Asks the engine what it is. Hardly any engine answers all of it.
+async fn describe(worker: &Worker) {
+    let ask = |path: &'static str| async move {
+        match get(worker, path, 4 << 20, MIN_PROBE_TIMEOUT).await {
+            Ok((StatusCode::OK, body)) => serde_json::from_slice::<Value>(&body).ok(),
+            _ => None,
+        }
+    };
+    let server_info = async {
+        // The newer name first: the older one is a burden for an engine that has both.
+        match ask("/server_info").await {
+            None => ask("/get_server_info").await,
+            info => info,
+        }
+    };
+    let (models, version, sources, info) = tokio::join!(
+        ask("/v1/models"),
+        ask("/version"),
+        ask("/kv_event_sources"),
+        server_info
+    );
+    let host = worker.config.url.address().host();
+    let mut described = Described::default();
+    if let Some(info) = info {
+        described.read_server_info(&info, host);
+    }
+    if let Some(version) = version {
+        described.read_version(&version);
+    }
+    if let Some(models) = models {
+        described.read_models(&models);
+    }
+    if let Some(sources) = sources {
+        described.read_event_sources(&sources, host);
+    }
+    worker.answered(described);
+}
+
 /// Reads load and capacity.
 async fn read_loop(worker: &Worker, interval: Duration) {
     // Workers added together are asked at different moments.
@@ -141,6 +184,13 @@ fn apply(worker: &Worker, report: &EngineReport, asked: Instant) {
     if let Some(born) = report.born {
         worker.noted_birth(born);
     }
+    worker.measured(Described {
+        block_size: report.block_size,
+        kv_blocks: report.num_blocks,
+        // One row of numbers may be the sum of several ranks.
+        dp_ranks: ranks_of(report.loads.len() as u64).filter(|ranks| *ranks > 1),
+        ..Described::default()
+    });
     // The worker may have been removed while it answered, and another may have its name: then nobody wants to know.
     worker.tell(|router, id| {
         let ranks_are_told_apart = report.loads.len() > 1 && worker.config.dp_ranks > 1;

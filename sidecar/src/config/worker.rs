@@ -45,6 +45,16 @@ pub struct WorkerConfig {
     /// Free-form labels. Those that handoffs read: `connector`, `version`, `host`, `device`.
     #[serde(skip_serializing_if = "BTreeMap::is_empty")]
     pub labels: BTreeMap<String, String>,
+    /// What was said, if only to say the default.
+    #[serde(skip)]
+    said: Said,
+}
+
+/// Fields whose default does not tell whether it was meant.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+struct Said {
+    role: bool,
+    dp_ranks: bool,
 }
 
 /// The fields of a worker, for messages.
@@ -80,6 +90,7 @@ impl WorkerConfig {
             kv_capacity_blocks: None,
             bootstrap_port: None,
             labels: BTreeMap::new(),
+            said: Said::default(),
         })
     }
 
@@ -142,6 +153,28 @@ impl WorkerConfig {
         Self::from_fields(&fields)
     }
 
+    /// Tells whether its role was given, and is not only the default that the engine's own word replaces.
+    #[must_use]
+    pub fn says_role(&self) -> bool {
+        self.said.role || self.role != Role::default()
+    }
+
+    /// Tells whether its number of ranks was given.
+    #[must_use]
+    pub const fn says_dp_ranks(&self) -> bool {
+        self.said.dp_ranks || self.dp_ranks != 1
+    }
+
+    /// Tells whether a worker described so is the same process: it is reached alike, and what is known of its cache is the same.
+    #[must_use]
+    pub fn is_same_place(&self, other: &Self) -> bool {
+        let mut moved = self.clone();
+        moved.role = other.role;
+        moved.said = other.said;
+        moved.labels.clone_from(&other.labels);
+        moved == *other
+    }
+
     /// Returns what the router has to know.
     #[must_use]
     pub fn spec(&self) -> WorkerSpec {
@@ -170,12 +203,14 @@ impl WorkerConfig {
             "role" => {
                 self.role = serde_json::from_value(value.clone())
                     .map_err(|_| bad("prefill, decode or both"))?;
+                self.said.role = true;
             }
             "dp_ranks" => {
                 let ranks = value.as_u64().and_then(|ranks| u32::try_from(ranks).ok());
                 self.dp_ranks = ranks
                     .filter(|ranks| (1..=WorkerSpec::MAX_DP_RANKS).contains(ranks))
                     .ok_or_else(|| bad("1 to 1,024 ranks"))?;
+                self.said.dp_ranks = true;
             }
             "block_size" => {
                 let size = serde_json::from_value(value.clone());

@@ -14,14 +14,17 @@ use crate::config::{Config, WorkerConfig, seconds};
 use crate::forward::breaker::{Breaker, State, Verdict};
 use crate::forward::upstream::Pool;
 use crate::metrics::{Metrics, WorkerMetrics};
+use crate::pool::describe::Described;
 use crate::pool::member::{Epoch, Fact, Member, MemberState, Probe};
 use crate::pool::roster::{Phase, Sighting};
 
 /// One worker, from when it is added until it is removed.
 #[derive(Debug)]
 pub struct Worker {
-    /// What its source says of it; its role may have changed since, see [`role`](Self::role).
+    /// What it was added as; its role may have changed since, see [`role`](Self::role).
     pub config: WorkerConfig,
+    /// What its source says of it, before anything was learned.
+    told: WorkerConfig,
     /// Connections to it.
     pub pool: Arc<Pool>,
     /// Its series in the metrics.
@@ -37,6 +40,13 @@ pub struct Worker {
     /// Counts response pieces, so that a busy worker is not taken for a dead one.
     progress: AtomicU64,
     models: RwLock<Arc<Vec<Model>>>,
+    description: RwLock<Arc<Description>>,
+    /// The description has changed since it was last acted on.
+    has_news: AtomicBool,
+    /// The engine is to be asked for its description again.
+    is_stale: AtomicBool,
+    /// The event streams that are followed.
+    streams: Mutex<Option<Streams>>,
     host_header: HeaderValue,
     removed: CancellationToken,
     /// When the engine's process began, as its metrics say.
@@ -50,11 +60,52 @@ pub struct Worker {
 struct Standing {
     member: Member,
     role: Role,
+    /// The role was set since it was added: the engine's own word does not change it any more.
+    is_role_asked: bool,
     /// What was last told to the router.
     available: bool,
     draining: bool,
     /// Cancelled when the worker goes down, to wake whoever waits for its first byte; replaced when it comes back.
     lifeline: CancellationToken,
+}
+
+/// What an engine says of itself, and what that contradicts.
+#[derive(Clone, Debug, Default, PartialEq)]
+struct Description {
+    /// As it answers questions.
+    answered: Described,
+    /// As its metrics show.
+    measured: Described,
+    mismatches: Vec<String>,
+}
+
+impl Description {
+    fn whole(&self) -> Described {
+        let mut whole = self.answered.clone();
+        whole.block_size = self.measured.block_size.or(whole.block_size);
+        whole.kv_blocks = self.measured.kv_blocks.or(whole.kv_blocks);
+        whole.dp_ranks = self.measured.dp_ranks.or(whole.dp_ranks);
+        whole
+    }
+}
+
+/// Where a worker's events are followed.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Streams {
+    pub(crate) events: String,
+    pub(crate) replay: Option<String>,
+    pub(crate) topic: Option<String>,
+}
+
+impl Streams {
+    /// Returns where the events of a worker are, if that is known.
+    pub(crate) fn of(config: &WorkerConfig) -> Option<Self> {
+        Some(Self {
+            events: config.events.clone()?,
+            replay: config.replay.clone(),
+            topic: config.topic.clone(),
+        })
+    }
 }
 
 /// A model that a worker serves.
@@ -69,8 +120,9 @@ pub struct Model {
 impl Worker {
     pub(super) fn new(
         sighting: Sighting,
+        told: WorkerConfig,
         source: Arc<str>,
-        epoch: Epoch,
+        member: Member,
         (settings, router, metrics): (&Config, &Arc<Router>, &Metrics),
     ) -> Self {
         let config = sighting.worker;
@@ -85,14 +137,15 @@ impl Worker {
         Self {
             pool: Arc::new(pool),
             metrics: metrics.worker(config.id.as_str()),
-            epoch,
+            epoch: member.epoch(),
             source,
             instance: sighting.instance,
             router: Arc::clone(router),
             breaker: Mutex::new(Breaker::new(settings.breaker_threshold, cool_down)),
             standing: Mutex::new(Standing {
-                member: Member::new(epoch, Phase::Serving),
+                member,
                 role: config.role,
+                is_role_asked: false,
                 available: true,
                 draining: false,
                 lifeline: removed.child_token(),
@@ -100,11 +153,16 @@ impl Worker {
             in_flight: AtomicUsize::new(0),
             progress: AtomicU64::new(0),
             models: RwLock::new(Arc::new(Vec::new())),
+            description: RwLock::default(),
+            has_news: AtomicBool::new(false),
+            is_stale: AtomicBool::new(true),
+            streams: Mutex::new(None),
             host_header: HeaderValue::from_str(&config.url.address().to_string())
                 .unwrap_or(HeaderValue::from_static("worker")),
             removed,
             born: Mutex::new(None),
             ended: AtomicBool::new(false),
+            told,
             config,
         }
     }
@@ -223,6 +281,112 @@ impl Worker {
         changed
     }
 
+    /// Returns what its engine says of itself.
+    #[must_use]
+    pub fn described(&self) -> Described {
+        self.description.read().whole()
+    }
+
+    /// Returns the version of its engine, once it told.
+    #[must_use]
+    pub fn version(&self) -> Option<String> {
+        self.description.read().answered.version.clone()
+    }
+
+    /// Returns what workers must have in common to hand KV over to each other: model and version. `None` before both are known.
+    #[must_use]
+    pub fn compatibility(&self) -> Option<String> {
+        self.description.read().answered.compatibility()
+    }
+
+    /// Names where its engine contradicts what its source says.
+    #[must_use]
+    pub fn mismatches(&self) -> Vec<String> {
+        self.description.read().mismatches.clone()
+    }
+
+    /// Takes in what the engine answered.
+    pub(crate) fn answered(&self, answered: Described) {
+        self.redescribe(|description| description.answered = answered);
+    }
+
+    /// Takes in what the engine's metrics show.
+    pub(crate) fn measured(&self, measured: Described) {
+        self.redescribe(|description| description.measured = measured);
+    }
+
+    fn redescribe(&self, change: impl FnOnce(&mut Description)) {
+        let mut description = self.description.write();
+        let mut next = (**description).clone();
+        change(&mut next);
+        if next == **description {
+            return;
+        }
+        next.mismatches = next.whole().mismatches(&self.told);
+        for mismatch in &next.mismatches {
+            if !description.mismatches.contains(mismatch) {
+                warn!(
+                    worker = self.id(),
+                    mismatch, "the engine contradicts what is said of it"
+                );
+            }
+        }
+        *description = Arc::new(next);
+        self.has_news.store(true, Ordering::Relaxed);
+    }
+
+    /// Returns what it is now known to be, when more was learned since this was last asked.
+    pub(crate) fn take_news(&self) -> Option<WorkerConfig> {
+        let has_news = self.has_news.swap(false, Ordering::Relaxed);
+        has_news.then(|| {
+            let described = self.described();
+            let mut whole = described.complete(&self.told);
+            if described.dp_ranks.is_none() {
+                whole.dp_ranks = self.config.dp_ranks;
+            }
+            let standing = self.standing.lock();
+            if standing.is_role_asked || self.told.says_role() {
+                whole.role = standing.role;
+            }
+            whole
+        })
+    }
+
+    /// Tells whether the engine is to be asked for its description, once.
+    pub(crate) fn take_stale(&self) -> bool {
+        self.is_stale.swap(false, Ordering::Relaxed)
+    }
+
+    /// Returns where its events are followed.
+    #[must_use]
+    pub(crate) fn streams(&self) -> Option<Streams> {
+        self.streams.lock().clone()
+    }
+
+    pub(crate) fn set_streams(&self, streams: Option<Streams>) {
+        *self.streams.lock() = streams;
+    }
+
+    /// Begins another life of it as `config`, at the same place.
+    pub(super) fn reborn(
+        &self,
+        config: WorkerConfig,
+        epoch: Epoch,
+        parts: (&Config, &Arc<Router>, &Metrics),
+    ) -> Self {
+        let member = self.standing.lock().member.reborn(epoch);
+        let sighting = Sighting {
+            worker: config,
+            instance: self.instance.clone(),
+            phase: Phase::Serving,
+        };
+        let source = Arc::clone(&self.source);
+        let next = Self::new(sighting, self.told.clone(), source, member, parts);
+        // It is the same process, of which all of this was learned.
+        *next.description.write() = Arc::clone(&self.description.read());
+        next
+    }
+
     /// Asks the breaker for a place for one request.
     pub(crate) fn admit(&self) -> bool {
         let admitted = self.breaker.lock().admit();
@@ -299,7 +463,17 @@ impl Worker {
             return false;
         }
         standing.role = role;
+        standing.is_role_asked = true;
         self.router.set_role(self.id(), role).is_ok()
+    }
+
+    /// Takes over the role that the engine says it has.
+    pub(crate) fn adopt_role(&self, role: Role) {
+        let mut standing = self.standing.lock();
+        if standing.member.state() != MemberState::Gone && !standing.is_role_asked {
+            standing.role = role;
+            let _ = self.router.set_role(self.id(), role);
+        }
     }
 
     /// Tells the router something of this life, unless it is over: another worker may have its id by now, and what comes late
@@ -318,9 +492,14 @@ impl Worker {
     /// Forgets a cache that is gone. Where events can be replayed, their follower compares lives and knows better.
     fn cache_ended(&self, cause: &str) {
         let cause = format!("the engine's process ended: {cause}");
+        // What runs there next may be another version with other settings.
+        self.is_stale.store(true, Ordering::Relaxed);
         self.tell(|router, id| {
             let _ = router.forget_placements(id);
-            if self.config.events.is_some() && self.config.replay.is_none() {
+            if self
+                .streams()
+                .is_some_and(|streams| streams.replay.is_none())
+            {
                 for dp_rank in 0..self.config.dp_ranks {
                     let _ = router.restart_stream(id, dp_rank, &cause, Instant::now());
                 }
@@ -381,7 +560,7 @@ impl Worker {
     }
 
     /// Tells the router whether the worker may be chosen, where that changed.
-    fn publish(&self) {
+    pub(super) fn publish(&self) {
         let mut standing = self.standing.lock();
         // Read under the lock, so that of two changes at once the later is told last.
         let passes = self.breaker.lock().passes();

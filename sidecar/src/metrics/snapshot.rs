@@ -29,6 +29,7 @@ pub(super) struct Snapshot {
 struct Link {
     worker: String,
     state: MemberState,
+    mismatches: usize,
     healthy: bool,
     breaker: State,
     in_use: usize,
@@ -40,9 +41,12 @@ type Labels = Vec<(&'static str, String)>;
 impl Snapshot {
     pub(super) fn take(router: &Router, fleet: &Fleet, pool: PoolReport) -> Self {
         let members = fleet.members();
-        let links = members.list().iter().map(|worker| Link {
+        let mismatches = members.mismatches();
+        let links = members.list().iter().zip(&mismatches);
+        let links = links.map(|(worker, mismatches)| Link {
             worker: worker.id().to_owned(),
             state: worker.state().0,
+            mismatches: mismatches.len(),
             healthy: worker.healthy() == Some(true),
             breaker: worker.breaker_state(),
             in_use: worker.pool.in_use(),
@@ -192,6 +196,11 @@ impl Snapshot {
             "worker_healthy",
             "1 when the last health probe succeeded",
             each(|link| flag(link.healthy)),
+        )?;
+        out.gauges(
+            "worker_mismatches",
+            "Contradictions between a worker's engine and what is said of it, or its mates",
+            each(|link| float(link.mismatches)),
         )?;
         let states = self.links.iter().flat_map(|link| {
             MemberState::ALL.into_iter().map(|state| {

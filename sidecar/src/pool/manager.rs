@@ -237,6 +237,12 @@ impl Manager {
         true
     }
 
+    /// Does something while no source changes any member.
+    pub fn hold<T>(&self, act: impl FnOnce() -> T) -> T {
+        let _desk = self.desk.lock();
+        act()
+    }
+
     /// Returns what is known of the sources.
     #[must_use]
     pub fn report(&self) -> PoolReport {
@@ -444,10 +450,7 @@ impl Entry {
 
 /// Tells whether two sightings are of one life: what would change where it is, or what is known of its cache, is the same.
 fn is_same_life(one: &Sighting, other: &Sighting) -> bool {
-    let mut moved = one.worker.clone();
-    moved.role = other.worker.role;
-    moved.labels.clone_from(&other.worker.labels);
-    one.instance == other.instance && moved == other.worker
+    one.instance == other.instance && one.worker.is_same_place(&other.worker)
 }
 
 #[cfg(test)]

@@ -118,6 +118,18 @@ impl Member {
         }
     }
 
+    /// Begins another life of the same worker: what its source and operators say of it holds on, and what was found does not.
+    #[must_use]
+    pub fn reborn(&self, epoch: Epoch) -> Self {
+        Self {
+            epoch,
+            probe: None,
+            breaker_passes: true,
+            gone: false,
+            ..self.clone()
+        }
+    }
+
     /// Takes in a fact; tells whether it was heard. A life that is over hears nothing.
     pub fn learn(&mut self, fact: Fact) -> bool {
         if self.gone {
@@ -309,6 +321,19 @@ mod tests {
         extend(&mut Vec::new(), &member, &facts(), &mut seen);
         // 1 + 13 + 13² + 13³ + 13⁴ + 13⁵
         assert_eq!(seen, 402_234);
+    }
+
+    #[test]
+    fn another_life_keeps_what_was_said_and_nothing_that_was_found() {
+        let mut member = Member::new(Epoch(1), Phase::Serving);
+        member.learn(Fact::DrainAsked(true));
+        member.learn(Fact::Probed(Probe::Healthy));
+        member.learn(Fact::BreakerPasses(false));
+        member.learn(Fact::Removed);
+        let mut next = member.reborn(Epoch(2));
+        assert!(next.is_draining() && next.healthy().is_none());
+        next.learn(Fact::DrainAsked(false));
+        assert!(next.may_be_chosen() && next.epoch() == Epoch(2));
     }
 
     #[test]

@@ -4,6 +4,7 @@
 //! rosters ([`roster`]); the manager ([`manager`]) brings the fleet to what they say; each life of a worker is a [`member`].
 //! [`sources::start`] is where all sources are started.
 
+pub mod describe;
 pub mod discovery;
 pub mod manager;
 pub mod member;

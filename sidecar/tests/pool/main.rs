@@ -5,6 +5,7 @@
 #[path = "../proxy/client.rs"]
 #[expect(dead_code, reason = "shared with the tests of the proxy")]
 mod client;
+mod described;
 #[cfg(feature = "dns")]
 mod dns;
 mod file;

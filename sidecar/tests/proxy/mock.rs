@@ -159,6 +159,8 @@ async fn serve(mut stream: TcpStream, state: Arc<State>) {
             vec![Step::Send(json(status, &body))]
         } else if models {
             vec![Step::Send(json(200, &state.models.lock()))]
+        } else if request.method == "GET" && DESCRIPTION.contains(&&*request.path) {
+            vec![Step::Send(json(404, "{}"))]
         } else {
             state.seen.lock().push(request.clone());
             let script = Arc::clone(&state.script.lock());
@@ -169,6 +171,14 @@ async fn serve(mut stream: TcpStream, state: Arc<State>) {
         }
     }
 }
+
+/// Where an engine is asked what it is.
+const DESCRIPTION: [&str; 4] = [
+    "/version",
+    "/kv_event_sources",
+    "/server_info",
+    "/get_server_info",
+];
 
 /// Runs the steps; false when the connection is over.
 async fn run(stream: &mut TcpStream, steps: Vec<Step>, state: &State) -> bool {

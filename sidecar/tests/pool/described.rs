@@ -1,0 +1,232 @@
+//! A bare URL is enough: the rest is learned from the engine, and contradictions are named.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use kvlane::{BlockSize, Role};
+use kvlane_sidecar::config::WorkerConfig;
+use parking_lot::Mutex;
+use serde_json::{Value, json};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::{TcpListener, TcpStream};
+
+use crate::client::post;
+use crate::setup::{admin, engine, eventually, metrics, sidecar, until_state, worker};
+
+/// An engine that answers questions as it is told, and nothing else.
+struct Stub {
+    url: String,
+    answers: Arc<Mutex<HashMap<&'static str, String>>>,
+    task: tokio::task::JoinHandle<()>,
+}
+
+impl Drop for Stub {
+    fn drop(&mut self) {
+        self.task.abort();
+    }
+}
+
+impl Stub {
+    async fn start() -> Self {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let url = format!("http://{}", listener.local_addr().unwrap());
+        let answers = Arc::new(Mutex::new(HashMap::from([("/health", String::new())])));
+        let shared = Arc::clone(&answers);
+        let task = tokio::spawn(async move {
+            let mut connections = tokio::task::JoinSet::new();
+            while let Ok((stream, _)) = listener.accept().await {
+                connections.spawn(answer_all(stream, Arc::clone(&shared)));
+            }
+        });
+        Self { url, answers, task }
+    }
+
+    fn say(&self, path: &'static str, body: &Value) {
+        self.answers.lock().insert(path, body.to_string());
+    }
+
+    fn say_metrics(&self, text: &str) {
+        self.answers.lock().insert("/metrics", text.to_owned());
+    }
+}
+
+async fn answer_all(mut stream: TcpStream, answers: Arc<Mutex<HashMap<&'static str, String>>>) {
+    let mut head = Vec::new();
+    loop {
+        while !head.ends_with(b"\r\n\r\n") {
+            let Ok(byte) = stream.read_u8().await else {
+                return;
+            };
+            head.push(byte);
+        }
+        let text = String::from_utf8(std::mem::take(&mut head)).unwrap();
+        let path = text.split(' ').nth(1).unwrap();
+        let found = answers.lock().get(path).cloned();
+        let status = if found.is_some() { 200 } else { 404 };
+        let body = found.unwrap_or_default();
+        let answer = format!(
+            "HTTP/1.1 {status} X\r\ncontent-length: {}\r\n\r\n{body}",
+            body.len()
+        );
+        if stream.write_all(answer.as_bytes()).await.is_err() {
+            return;
+        }
+    }
+}
+
+fn bare(id: &str, url: &str) -> WorkerConfig {
+    WorkerConfig::new(id, url).unwrap()
+}
+
+fn ranks(count: usize, born: u32) -> String {
+    let rank = |rank| format!("vllm:num_requests_running{{engine=\"{rank}\"}} 0\n");
+    let all: String = (0..count).map(rank).collect();
+    format!("{all}process_start_time_seconds {born}\n")
+}
+
+#[tokio::test]
+async fn events_of_a_bare_url_are_followed_until_its_worker_is_exact() {
+    let engine = engine(1.0).await;
+    let handle = sidecar(|config| config.workers.push(bare("w", &engine.url()))).await;
+    until_state(&handle, "w", "ready").await;
+    let member = || handle.app().fleet.worker("w").unwrap();
+    eventually("described", || member().version().is_some()).await;
+    let is_exact = || {
+        let info = handle.router.workers(std::time::Instant::now()).remove(0);
+        info.trust[0].state == kvlane::TrustState::Exact && info.kv_capacity_blocks.is_some()
+    };
+    let mut number = 0;
+    while !is_exact() {
+        assert!(number < 200, "no event was applied");
+        let prompt = format!("w{number} w2 w3 ").repeat(30);
+        let body = json!({"model": "sim", "prompt": prompt, "max_tokens": 1}).to_string();
+        assert_eq!(
+            post(handle.proxy_addr, "/v1/completions", &body)
+                .await
+                .status,
+            200
+        );
+        number += 1;
+        tokio::time::sleep(std::time::Duration::from_millis(20)).await;
+    }
+    let shown = worker(&handle, "w").await;
+    assert_eq!(shown["events"].as_str(), engine.events_endpoint());
+    assert_eq!(shown["replay"].as_str(), engine.replay_endpoint());
+    assert_eq!(shown["engine"]["model"], "sim");
+    assert_eq!(shown["engine"]["block_size"], 16);
+    assert_eq!(shown["engine"]["kv_blocks"], 926);
+    assert_eq!(shown["mismatches"], json!([]));
+    assert!(shown["index_blocks"]["device"].as_u64() > Some(0));
+    assert!(member().compatibility().unwrap().starts_with("sim "));
+}
+
+#[tokio::test]
+async fn a_contradiction_is_named_everywhere() {
+    let engine = engine(1.0).await;
+    let handle = sidecar(|config| {
+        let mut worker = bare("w", &engine.url());
+        worker.block_size = Some(BlockSize::new(32).unwrap());
+        worker.role = Role::Decode;
+        config.workers.push(worker);
+    })
+    .await;
+    let member = || handle.app().fleet.worker("w").unwrap();
+    eventually("a mismatch", || !member().mismatches().is_empty()).await;
+    let shown = worker(&handle, "w").await;
+    let expected = "block_size is 32 here and 16 in the engine";
+    assert_eq!(shown["mismatches"], json!([expected]));
+    let text = metrics(&handle).await;
+    assert!(
+        text.contains("kvlane_worker_mismatches{worker=\"w\"} 1"),
+        "{text}"
+    );
+}
+
+#[tokio::test]
+async fn ranks_and_role_are_the_engines_and_an_operators_drain_outlives_the_change() {
+    let stub = Stub::start().await;
+    let handle = sidecar(|config| config.workers.push(bare("w", &stub.url))).await;
+    until_state(&handle, "w", "ready").await;
+    admin(&handle, "POST", "/v1/workers/w/drain", "").await;
+    let before = worker(&handle, "w").await;
+    assert_eq!(before["dp_ranks"], 1);
+    stub.say(
+        "/server_info",
+        &json!({"version": "0.5.23", "disaggregation_mode": "prefill"}),
+    );
+    stub.say_metrics(&ranks(2, 1));
+    let member = || handle.app().fleet.worker("w").unwrap();
+    eventually("two ranks", || member().config.dp_ranks == 2).await;
+    eventually("probed anew", || member().healthy() == Some(true)).await;
+    eventually("its role", || member().role() == Role::Prefill).await;
+    let after = worker(&handle, "w").await;
+    assert!(after["epoch"].as_u64() > before["epoch"].as_u64());
+    assert_eq!(
+        (&after["state"], &after["role"]),
+        (&"draining".into(), &"prefill".into())
+    );
+    assert_eq!(
+        (&after["source"], &after["mismatches"]),
+        (&"config".into(), &json!([]))
+    );
+
+    // An operator's role stands, whatever the engine says next.
+    admin(&handle, "POST", "/v1/workers/w/role", r#"{"role": "both"}"#).await;
+    stub.say(
+        "/server_info",
+        &json!({"version": "0.5.24", "disaggregation_mode": "decode"}),
+    );
+    stub.say_metrics(&ranks(2, 2));
+    eventually("asked again after a restart", || {
+        member().version().as_deref() == Some("0.5.24")
+    })
+    .await;
+    tokio::time::sleep(std::time::Duration::from_millis(600)).await;
+    assert_eq!((member().role(), member().config.dp_ranks), (Role::Both, 2));
+    assert_eq!(member().epoch().0, after["epoch"].as_u64().unwrap());
+}
+
+#[tokio::test]
+async fn one_of_another_version_than_its_mates_is_named() {
+    let stubs = [
+        Stub::start().await,
+        Stub::start().await,
+        Stub::start().await,
+    ];
+    for (stub, version) in stubs.iter().zip(["0.32.0", "0.32.0", "0.31.0"]) {
+        stub.say("/version", &json!({"version": version}));
+        stub.say(
+            "/v1/models",
+            &json!({"data": [{"id": "m", "root": "org/m"}, {"id": "a", "parent": "m"}]}),
+        );
+    }
+    let handle = sidecar(|config| {
+        for (index, stub) in stubs.iter().enumerate() {
+            config.workers.push(bare(&format!("w{index}"), &stub.url));
+        }
+    })
+    .await;
+    eventually("all are described", || {
+        let members = handle.app().fleet.members();
+        members
+            .list()
+            .iter()
+            .all(|worker| worker.compatibility().is_some())
+    })
+    .await;
+    let odd = worker(&handle, "w2").await;
+    assert_eq!(
+        odd["mismatches"],
+        json!(["version is 0.31.0 here and 0.32.0 in most of its mates"])
+    );
+    assert_eq!(worker(&handle, "w0").await["mismatches"], json!([]));
+    let text = metrics(&handle).await;
+    for series in ["{worker=\"w0\"} 0", "{worker=\"w2\"} 1"] {
+        assert!(
+            text.contains(&format!("kvlane_worker_mismatches{series}")),
+            "{text}"
+        );
+    }
+    let member = handle.app().fleet.worker("w2").unwrap();
+    assert_eq!(member.compatibility().as_deref(), Some("org/m 0.31.0"));
+}
