@@ -1,5 +1,10 @@
 //! A bare URL is enough: the rest is learned from the engine, and contradictions are named.
 
+#![expect(
+    clippy::disallowed_methods,
+    reason = "a test's tasks end with its runtime"
+)]
+
 use std::collections::HashMap;
 use std::sync::Arc;
 

@@ -1,5 +1,10 @@
 //! Workers from DNS records, asked of a name server on loopback.
 
+#![expect(
+    clippy::disallowed_methods,
+    reason = "a test's tasks end with its runtime"
+)]
+
 use std::collections::HashMap;
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
