@@ -12,6 +12,8 @@ pub mod forward;
 pub mod handoff;
 pub mod metrics;
 pub mod net;
+#[cfg(feature = "nixl")]
+pub mod nixl;
 pub mod plan;
 pub mod pool;
 pub mod proxy;

@@ -4,6 +4,8 @@ use std::io::IsTerminal;
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
+#[cfg(feature = "nixl")]
+use kvlane_sidecar::nixl;
 use kvlane_sidecar::pool::process::guard;
 use kvlane_sidecar::{demo, engine, plan, serve};
 use tracing_subscriber::EnvFilter;
@@ -34,11 +36,27 @@ enum Command {
     Guard(guard::GuardArgs),
 }
 
+#[cfg(feature = "nixl")]
+impl Command {
+    fn may_load_nixl(&self) -> bool {
+        match self {
+            Self::Engine(args) => args.may_load_nixl(),
+            Self::Serve(_) | Self::Demo(_) | Self::Plan(_) | Self::Guard(_) => false,
+        }
+    }
+}
+
 fn main() -> ExitCode {
     let cli = Cli::parse();
     // Before there are threads: what it starts hangs on the life of this one.
     if let Command::Guard(args) = &cli.command {
         return guard::run(args);
+    }
+    #[cfg(feature = "nixl")]
+    if cli.command.may_load_nixl()
+        && let Err(error) = nixl::prepare_environment()
+    {
+        eprintln!("cannot start again with UCX_MODULES set, so NIXL will not load: {error}");
     }
     // The demo's table is its output; what its workers and proxies say on the way is not.
     let level = if matches!(cli.command, Command::Demo(_)) {
@@ -70,6 +88,8 @@ fn main() -> ExitCode {
                 .block_on(engine::run(args))
                 .map(|()| ExitCode::SUCCESS),
         });
+    #[cfg(feature = "nixl")]
+    nixl::finish(std::time::Duration::from_secs(5));
     match result {
         Ok(code) => code,
         Err(error) => {

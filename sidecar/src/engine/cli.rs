@@ -1,12 +1,13 @@
 //! `kvlane engine`: the simulated engine as a process.
 
 use std::net::SocketAddr;
+use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::{Args, ValueEnum};
 use kvlane::{Result, Role};
 
-use super::{Engine, EngineConfig, EventConfig, KvProtocol, TransferConfig};
+use super::{Engine, EngineConfig, EventConfig, KvProtocol, KvTransport, TransferConfig};
 
 /// Flags of `kvlane engine`: a simulated vLLM with finite KV, KV events, metrics and vLLM's HTTP fields.
 #[derive(Args, Clone, Debug)]
@@ -54,6 +55,12 @@ pub struct EngineArgs {
     /// Bytes that stand for one token's KV
     #[arg(long, value_name = "N", default_value_t = 64)]
     pub kv_bytes_per_token: u32,
+    /// How KV moves between engines
+    #[arg(long, value_enum, default_value_t = TransportArg::Auto)]
+    pub kv_transport: TransportArg,
+    /// The file libnixl_capi.so [default: NIXL_CAPI_LIB, else that of an installed wheel]
+    #[arg(long, value_name = "FILE")]
+    pub nixl_lib: Option<PathBuf>,
     /// Prompt tokens computed per second (the default is that of a 0.6B model)
     #[arg(long, value_name = "N", default_value_t = EngineConfig::default().prefill_tokens_per_second)]
     pub prefill_tokens_per_second: f64,
@@ -105,7 +112,25 @@ pub enum RoleArg {
     Both,
 }
 
+/// Values of `--kv-transport`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum TransportArg {
+    /// Over TCP.
+    Tcp,
+    /// With NIXL; without it the engine does not start.
+    Nixl,
+    /// With NIXL where it can be loaded, else over TCP.
+    Auto,
+}
+
 impl EngineArgs {
+    /// Tells whether NIXL may be loaded.
+    #[must_use]
+    pub fn may_load_nixl(&self) -> bool {
+        let connects = self.role != RoleArg::Both || self.kv_transfer.is_some();
+        connects && self.kv_transport != TransportArg::Tcp
+    }
+
     /// Returns the configuration that the flags describe.
     #[must_use]
     pub fn to_config(&self) -> EngineConfig {
@@ -129,6 +154,12 @@ impl EngineArgs {
                 },
                 push: self.kv_push,
                 bootstrap: SocketAddr::new(listen.ip(), self.kv_bootstrap_port),
+                transport: match self.kv_transport {
+                    TransportArg::Tcp => KvTransport::Tcp,
+                    TransportArg::Nixl => KvTransport::Nixl,
+                    TransportArg::Auto => KvTransport::Auto,
+                },
+                nixl_library: self.nixl_lib.clone(),
                 ..TransferConfig::new(listen)
             }),
             listen: self.listen,

@@ -31,10 +31,10 @@ use serde_json::json;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
-pub use self::cli::{EngineArgs, ProtocolArg, RoleArg, run};
+pub use self::cli::{EngineArgs, ProtocolArg, RoleArg, TransportArg, run};
 pub use self::config::{EngineConfig, EventConfig, EventFaults, ReplayLayout};
 pub use self::stats::EngineStats;
-pub use self::transfer::{KvProtocol, Refusal, TransferConfig, TransferStats};
+pub use self::transfer::{KvProtocol, KvTransport, Means, Refusal, TransferConfig, TransferStats};
 
 use self::http::{Server, Service};
 use self::kv::BlockPool;
@@ -98,10 +98,18 @@ impl Engine {
         let connector = match &config.transfer {
             Some(transfer) => {
                 let block_size = config.block_size as usize;
+                let blocks = config.kv_blocks as usize;
                 let inbox = inbox.clone();
                 let serves_rooms = config.role.serves(Role::Prefill);
-                let starting =
-                    Connector::start(transfer, serves_rooms, block_size, inbox, &cancel, &tasks);
+                let starting = Connector::start(
+                    transfer,
+                    serves_rooms,
+                    blocks,
+                    block_size,
+                    inbox,
+                    &cancel,
+                    &tasks,
+                );
                 Some(starting.await?)
             }
             None => None,

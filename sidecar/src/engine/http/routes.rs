@@ -194,7 +194,7 @@ async fn generate(
     if let Err(error) = handoff.settle().await {
         return Ok(refusal(&error));
     }
-    handoff.fill(&service, &mut whole);
+    handoff.fill(&service, &mut whole).await;
     Ok(json_reply(StatusCode::OK, &whole))
 }
 

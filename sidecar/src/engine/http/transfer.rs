@@ -11,7 +11,7 @@ use super::error::ApiError;
 use super::request::Job;
 use crate::engine::sequence::Handoff;
 use crate::engine::transfer::{
-    Asked, Connector, KvProtocol, OpenRoom, Preparing, Refusal, RoomFields,
+    Asked, Connector, KvProtocol, Means, OpenRoom, Preparing, Refusal, RoomFields, TransferStats,
 };
 
 /// What is done about a handoff while a request is served.
@@ -137,8 +137,9 @@ impl Handing {
     }
 
     /// Writes into the answer where the prompt's KV is held.
-    pub(super) fn fill(&self, service: &Service, answer: &mut Value) {
+    pub(super) async fn fill(&self, service: &Service, answer: &mut Value) {
         if let (Self::Over(preparing), Some(connector)) = (self, &service.connector) {
+            connector.fill(preparing.name()).await;
             let cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"].as_u64();
             let cached = usize::try_from(cached.unwrap_or(0)).unwrap_or(usize::MAX);
             answer["kv_transfer_params"] = connector.parameters(preparing.name(), cached);
@@ -228,6 +229,7 @@ pub(super) fn metrics(service: &Service) -> String {
             "# HELP {name} {help}\n# TYPE {name} {kind}\n{name} {value}"
         );
     }
+    moved(&stats, &mut page);
     let name = "kvlane_engine_refused_fetches_total";
     let _ = writeln!(
         page,
@@ -241,4 +243,30 @@ pub(super) fn metrics(service: &Service) -> String {
         );
     }
     page
+}
+
+fn moved(stats: &TransferStats, page: &mut String) {
+    for (name, help, is_time) in [
+        (
+            "kvlane_engine_moved_bytes_total",
+            "KV bytes fetched from other engines, by how they moved.",
+            false,
+        ),
+        (
+            "kvlane_engine_moving_seconds_total",
+            "Time of fetches from asking to the last byte, without checking it.",
+            true,
+        ),
+    ] {
+        let _ = writeln!(page, "# HELP {name} {help}\n# TYPE {name} counter");
+        for means in Means::ALL {
+            let (bytes, elapsed) = stats.moved(means);
+            let value = if is_time {
+                elapsed.as_secs_f64().to_string()
+            } else {
+                bytes.to_string()
+            };
+            let _ = writeln!(page, "{name}{{transport=\"{}\"}} {value}", means.as_str());
+        }
+    }
 }

@@ -41,6 +41,17 @@ impl Content {
         self.digests.len()
     }
 
+    /// Returns the digest of one block's tokens and all before it.
+    pub(super) fn block_digest(&self, index: usize) -> u64 {
+        self.digests.get(index).copied().unwrap_or(0)
+    }
+
+    /// Returns the number of tokens in one block.
+    pub(super) fn block_tokens(&self, index: usize) -> usize {
+        let before = index.saturating_mul(self.block_size);
+        self.block_size.min(self.tokens.saturating_sub(before))
+    }
+
     /// Returns the number of tokens.
     pub(super) const fn tokens(&self) -> usize {
         self.tokens
@@ -48,21 +59,16 @@ impl Content {
 
     /// Writes the bytes of a block.
     pub(super) fn write_block(&self, index: usize, bytes_per_token: usize, out: &mut Vec<u8>) {
-        let tokens = self
-            .block_size
-            .min(self.tokens.saturating_sub(index * self.block_size));
-        let length = tokens * bytes_per_token;
-        out.clear();
-        out.reserve(length + 8);
-        let mut state = self.digests.get(index).copied().unwrap_or(0);
-        while out.len() < length {
+        let length = self.block_tokens(index) * bytes_per_token;
+        out.resize(length.next_multiple_of(8), 0);
+        let mut state = self.block_digest(index);
+        let (words, _) = out.as_chunks_mut::<8>();
+        for word in words {
             // One step of a Weyl sequence and a multiplication: cheap, and different for each digest.
             state = state.wrapping_add(0x9E37_79B9_7F4A_7C15);
-            out.extend_from_slice(
-                &(state ^ (state >> 31))
-                    .wrapping_mul(0xBF58_476D_1CE4_E5B9)
-                    .to_le_bytes(),
-            );
+            *word = (state ^ (state >> 31))
+                .wrapping_mul(0xBF58_476D_1CE4_E5B9)
+                .to_le_bytes();
         }
         out.truncate(length);
     }

@@ -9,8 +9,8 @@ use parking_lot::Mutex;
 use tokio::sync::Notify;
 use tokio_util::sync::CancellationToken;
 
-use super::Refusal;
 use super::content::Content;
+use super::{Means, Moved, Refusal};
 use crate::engine::kv::BlockId;
 use crate::engine::runner::Inbox;
 
@@ -28,6 +28,7 @@ pub struct TransferStats {
     /// Prompts that this engine fetched.
     pub fetched: u64,
     refused: [u64; Refusal::ALL.len()],
+    moved: [(u64, Duration); Means::ALL.len()],
 }
 
 impl TransferStats {
@@ -36,6 +37,13 @@ impl TransferStats {
     pub fn refused(&self, reason: Refusal) -> u64 {
         let at = Refusal::ALL.iter().position(|other| *other == reason);
         at.map_or(0, |at| self.refused[at])
+    }
+
+    /// Returns how many bytes this engine fetched by some means, and how long that took: from asking until the last byte was
+    /// there, without checking them.
+    #[must_use]
+    pub fn moved(&self, means: Means) -> (u64, Duration) {
+        self.moved[means as usize]
     }
 }
 
@@ -117,10 +125,16 @@ pub(super) struct Moving {
     ledger: Arc<Ledger>,
     name: Arc<str>,
     pub(super) content: Arc<Content>,
+    blocks: Vec<BlockId>,
     complete: bool,
 }
 
 impl Moving {
+    /// Returns the numbers of its blocks.
+    pub(super) fn blocks(&self) -> &[BlockId] {
+        &self.blocks
+    }
+
     /// Tells that everything has arrived: the blocks are freed.
     pub(super) fn collected(mut self) {
         self.complete = true;
@@ -243,13 +257,31 @@ impl Ledger {
             return Err(Refusal::Foreign);
         }
         let blocks = std::mem::take(blocks);
-        entry.stage = Stage::Moving { blocks };
-        Ok(Moving {
+        Ok(self.moving(name, entry, blocks))
+    }
+
+    /// Keeps what is held under `name` from everybody, and its lease from ending, until what this returns is dropped.
+    pub(super) fn keep(self: &Arc<Self>, name: &Arc<str>) -> Option<Moving> {
+        let mut state = self.state.lock();
+        let entry = state.entries.get_mut(name)?;
+        let Stage::Held { blocks, .. } = &mut entry.stage else {
+            return None;
+        };
+        let blocks = std::mem::take(blocks);
+        Some(self.moving(Arc::clone(name), entry, blocks))
+    }
+
+    fn moving(self: &Arc<Self>, name: Arc<str>, entry: &mut Entry, blocks: Vec<BlockId>) -> Moving {
+        entry.stage = Stage::Moving {
+            blocks: blocks.clone(),
+        };
+        Moving {
             ledger: Arc::clone(self),
             name,
             content: Arc::clone(&entry.content),
+            blocks,
             complete: false,
-        })
+        }
     }
 
     fn end_move(&self, name: &Arc<str>, complete: bool) {
@@ -272,10 +304,15 @@ impl Ledger {
     }
 
     /// Counts how a fetch of this engine ended.
-    pub(in crate::engine) fn count_fetch(&self, fetched: Result<(), Refusal>) {
+    pub(in crate::engine) fn count_fetch(&self, fetched: Result<Moved, Refusal>) {
         let mut state = self.state.lock();
         match fetched {
-            Ok(()) => state.stats.fetched += 1,
+            Ok(moved) => {
+                state.stats.fetched += 1;
+                let (bytes, elapsed) = &mut state.stats.moved[moved.means as usize];
+                *bytes += moved.bytes;
+                *elapsed += moved.elapsed;
+            }
             Err(reason) => {
                 if let Some(at) = Refusal::ALL.iter().position(|other| *other == reason) {
                     state.stats.refused[at] += 1;

@@ -6,18 +6,27 @@
 //! and counts: parameters that were used, that expired, that nobody gave out, or that belong to another prompt.
 //!
 //! Bytes really move between processes, checksummed block by block. They are no model's: each block's are drawn from a
-//! digest of its tokens and its prefix, so that the fetching engine knows what must arrive.
+//! digest of its tokens and its prefix, so that the fetching engine knows what must arrive. NIXL moves them where both engines
+//! have it, from one engine's KV pool into the other's memory; else they go over the TCP connection on which the fetch is
+//! agreed on.
 
 mod bootstrap;
 mod content;
 mod ledger;
+#[cfg(feature = "nixl")]
+mod nixl;
 mod parameters;
+#[cfg(feature = "nixl")]
+mod pool;
 mod rooms;
+mod serve;
 mod tcp;
+mod wire;
 
 use std::fmt;
 use std::future::Future;
 use std::net::SocketAddr;
+use std::path::PathBuf;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::time::Duration;
@@ -35,11 +44,14 @@ pub use self::rooms::KvProtocol;
 
 use self::bootstrap::Bootstrap;
 pub(super) use self::content::Content;
+use self::ledger::Moving;
 pub(super) use self::ledger::{Ledger, Preparing};
 pub(super) use self::parameters::{Asked, Source};
 use self::rooms::Rooms;
 pub(super) use self::rooms::{Meeting, OpenRoom, RoomFields};
+use self::serve::Holder;
 use self::tcp::Tcp;
+use self::wire::Placement;
 
 /// How an engine takes part in handoffs.
 #[derive(Clone, Debug, PartialEq)]
@@ -59,6 +71,54 @@ pub struct TransferConfig {
     pub bootstrap: SocketAddr,
     /// Bytes that stand for one token's KV (default 64; a 0.6B model has 114,688). More moves more.
     pub kv_bytes_per_token: u32,
+    /// How bytes move (default TCP).
+    pub transport: KvTransport,
+    /// The file `libnixl_capi.so`; `None` looks for it.
+    pub nixl_library: Option<PathBuf>,
+}
+
+/// How bytes move between engines.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum KvTransport {
+    /// Over TCP, always there.
+    #[default]
+    Tcp,
+    /// With NIXL; an engine without it does not start.
+    Nixl,
+    /// With NIXL where it can be loaded, else over TCP.
+    Auto,
+}
+
+/// How a prompt's bytes moved.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Means {
+    /// Over TCP.
+    Tcp,
+    /// With NIXL.
+    Nixl,
+}
+
+impl Means {
+    /// Every one.
+    pub const ALL: [Self; 2] = [Self::Tcp, Self::Nixl];
+
+    /// Returns the name used in metrics.
+    #[must_use]
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            Self::Tcp => "tcp",
+            Self::Nixl => "nixl",
+        }
+    }
+}
+
+/// What one fetch moved.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Moved {
+    bytes: u64,
+    /// From asking until the last byte was there, without checking them.
+    elapsed: Duration,
+    means: Means,
 }
 
 impl TransferConfig {
@@ -72,6 +132,8 @@ impl TransferConfig {
             bootstrap: SocketAddr::new(listen.ip(), 0),
             lease: Duration::from_secs(30),
             kv_bytes_per_token: 64,
+            transport: KvTransport::Tcp,
+            nixl_library: None,
         }
     }
 }
@@ -138,7 +200,28 @@ trait Transport: fmt::Debug + Send + Sync {
     fn fetch<'a>(&'a self, source: &'a Source, content: &'a Content) -> Fetching<'a>;
 }
 
-type Fetching<'a> = Pin<Box<dyn Future<Output = std::result::Result<(), Refusal>> + Send + 'a>>;
+type Fetching<'a> = Pin<Box<dyn Future<Output = std::result::Result<Moved, Refusal>> + Send + 'a>>;
+
+/// Memory that others read blocks from.
+trait Place: fmt::Debug + Send + Sync {
+    /// Returns where the blocks are.
+    fn placement(&self) -> Placement;
+
+    /// Returns what others need to reach them.
+    fn metadata(&self) -> &[u8];
+
+    /// Writes a prompt's bytes to its blocks.
+    fn fill(&self, moving: &Moving) -> std::result::Result<(), String>;
+
+    /// Returns numbers and checksums of a prompt's blocks; none when they were not all written.
+    fn list(&self, moving: &Moving) -> Option<Vec<u8>>;
+}
+
+/// How one engine moves bytes.
+struct Way {
+    transport: Box<dyn Transport>,
+    pool: Option<Arc<dyn Place>>,
+}
 
 /// An engine's side of handoffs.
 #[derive(Debug)]
@@ -149,6 +232,7 @@ pub(super) struct Connector {
     /// Where its bootstrap service listens, if it has one.
     pub(super) bootstrap: Option<SocketAddr>,
     transport: Box<dyn Transport>,
+    pool: Option<Arc<dyn Place>>,
     address: SocketAddr,
     block_size: usize,
     lease: Duration,
@@ -160,6 +244,7 @@ impl Connector {
     pub(super) async fn start(
         config: &TransferConfig,
         serves_rooms: bool,
+        kv_blocks: usize,
         block_size: usize,
         inbox: Arc<Inbox>,
         cancel: &CancellationToken,
@@ -167,14 +252,15 @@ impl Connector {
     ) -> Result<Self> {
         let (listener, address) = bind("fetches", config.listen).await?;
         let ledger = Arc::new(Ledger::new(config.lease, inbox));
-        let bytes = config.kv_bytes_per_token as usize;
-        tasks.spawn(tcp::serve(
-            listener,
-            Arc::clone(&ledger),
-            bytes,
-            cancel.clone(),
-            tasks.clone(),
-        ));
+        let way = config
+            .way(ledger.engine_id(), kv_blocks, block_size)
+            .await?;
+        let holder = Holder {
+            ledger: Arc::clone(&ledger),
+            bytes_per_token: config.kv_bytes_per_token as usize,
+            pool: way.pool.clone(),
+        };
+        tasks.spawn(holder.serve(listener, cancel.clone(), tasks.clone()));
         tasks.spawn(Arc::clone(&ledger).end_leases(cancel.clone()));
         let rooms = Arc::new(Rooms::new());
         let mut bootstrap = None;
@@ -197,7 +283,8 @@ impl Connector {
             lease: config.lease,
             push: config.push,
             ledger,
-            transport: Box::new(Tcp::new(bytes)),
+            transport: way.transport,
+            pool: way.pool,
             address,
             block_size,
         })
@@ -216,7 +303,19 @@ impl Connector {
     ) -> std::result::Result<(), Refusal> {
         let fetched = self.transport.fetch(source, content).await;
         self.ledger.count_fetch(fetched);
-        fetched
+        fetched.map(|_| ())
+    }
+
+    /// Writes the bytes of what is held under `name` where others read them. They are sent over TCP where that fails.
+    pub(super) async fn fill(&self, name: &Arc<str>) {
+        let Some((pool, kept)) = self.pool.as_ref().zip(self.ledger.keep(name)) else {
+            return;
+        };
+        let pool = Arc::clone(pool);
+        let filled = tokio::task::spawn_blocking(move || pool.fill(&kept)).await;
+        if let Ok(Err(error)) = filled {
+            tracing::warn!(%error, "a prompt's KV is not in the pool");
+        }
     }
 
     /// Waits for a room and takes its KV.
@@ -246,6 +345,61 @@ impl Connector {
                 filled
             }
         })
+    }
+}
+
+impl TransferConfig {
+    /// Sets up how bytes move.
+    async fn way(&self, engine_id: &str, kv_blocks: usize, block_size: usize) -> Result<Way> {
+        let bytes_per_token = self.kv_bytes_per_token as usize;
+        let tcp = || Way {
+            transport: Box::new(Tcp::new(bytes_per_token)),
+            pool: None,
+        };
+        if self.transport == KvTransport::Tcp {
+            return Ok(tcp());
+        }
+        match self.with_nixl(engine_id, kv_blocks, block_size).await {
+            Ok(way) => Ok(way),
+            Err(reason) if self.transport == KvTransport::Auto => {
+                tracing::info!(reason, "KV moves over TCP: NIXL is not used");
+                Ok(tcp())
+            }
+            Err(reason) => Err(Error::new(
+                ErrorKind::Config,
+                format!(
+                    "KV cannot move with NIXL: {reason}; TCP works without (--kv-transport tcp or auto)"
+                ),
+            )),
+        }
+    }
+
+    #[cfg(feature = "nixl")]
+    async fn with_nixl(
+        &self,
+        engine_id: &str,
+        kv_blocks: usize,
+        block_size: usize,
+    ) -> std::result::Result<Way, String> {
+        let bytes_per_token = self.kv_bytes_per_token as usize;
+        let library = self.nixl_library.as_deref();
+        let (mover, pool) =
+            nixl::start(library, engine_id, kv_blocks, block_size, bytes_per_token).await?;
+        Ok(Way {
+            transport: Box::new(mover),
+            pool: Some(Arc::new(pool)),
+        })
+    }
+
+    #[cfg(not(feature = "nixl"))]
+    #[expect(clippy::unused_async, reason = "the other one waits")]
+    async fn with_nixl(
+        &self,
+        _engine_id: &str,
+        _kv_blocks: usize,
+        _block_size: usize,
+    ) -> std::result::Result<Way, String> {
+        Err("this program was built without the feature `nixl`".to_owned())
     }
 }
 
