@@ -77,6 +77,15 @@ need_venv() {
   fi
 }
 
+# Sets NIXL_CAPI_LIB to NIXL's library, which is taken from PyPI once, 70 MB. Its metadata asks for torch and all of CUDA, neither
+# of which it needs.
+need_nixl() {
+  venv_root=$cache need_venv nixl-1.5.1 --no-deps nixl-cu12==1.5.1
+  NIXL_CAPI_LIB=$(echo "$venv"/lib/python3*/site-packages/.nixl_cu12.mesonpy.libs/libnixl_capi.so)
+  [ -f "$NIXL_CAPI_LIB" ] || die "the wheel of NIXL has no $NIXL_CAPI_LIB"
+  export NIXL_CAPI_LIB
+}
+
 # The command line of napi needs Node 20.17 or newer; where the system has none, it comes from a Python wheel.
 need_node() {
   if have node && have npm && node -e 'const [a, b] = process.versions.node.split(".").map(Number); process.exit(a > 20 || (a === 20 && b >= 17) ? 0 : 1)'; then

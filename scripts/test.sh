@@ -12,7 +12,7 @@
 #   FUZZ_SECONDS    seconds for each fuzz target (10)
 . "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 
-steps=(format lint core loom workspace benches docs python node node-gateways fuzz scenarios gateways engines)
+steps=(format lint core loom workspace benches docs python node node-gateways fuzz scenarios gateways nixl engines)
 logs=$target/test-logs
 step_names=() step_seconds=() step_counts=()
 passed=0 failed=0 skipped=0
@@ -127,6 +127,14 @@ step_gateways() {
   cargo build --release -p kvlane-sidecar --bin kvlane
   need_python
   KVLANE_PYTHON=${KVLANE_PYTHON:-$python} KVLANE_BIN=$target/release/kvlane tests/gateways/run.sh "$target"/wheels/test/*.whl
+}
+
+# KV that moves between processes with the real NIXL; never skipped.
+step_nixl() {
+  need_nixl
+  # Optimised: hundreds of megabytes are written, moved and checked.
+  cargo test --release -p kvlane-sidecar --test nixl
+  cargo check -p kvlane-sidecar --no-default-features
 }
 
 step_engines() {

@@ -121,7 +121,7 @@ impl Agent {
         })?;
         let (address, device) = (address(memory.address())?, device(memory));
         // SAFETY: live handles; the described memory is allocated; no metadata is given.
-        let registered = unsafe {
+        unsafe {
             let added =
                 (self.api.reg_dlist_add_desc)(list, address, memory.len(), device, ptr::null(), 0);
             let registered = check("reg_dlist_add_desc", added).and_then(|()| {
@@ -132,8 +132,7 @@ impl Agent {
             });
             (self.api.destroy_reg_dlist)(list);
             registered
-        };
-        registered
+        }
     }
 
     /// Returns what peers need to reach this agent and its memory.
@@ -260,6 +259,10 @@ impl Agent {
     }
 
     /// Gives back a request that is over. One that NIXL will not let go of is leaked.
+    #[expect(
+        clippy::needless_pass_by_value,
+        reason = "nobody may use it afterwards"
+    )]
     pub(in crate::nixl) fn release(&self, request: Request) {
         // SAFETY: live handles; a request is released once, and destroyed only then.
         unsafe {

@@ -1,0 +1,6 @@
+//! The `kvlane` command with the real NIXL, process by process.
+//!
+//! Not part of `cargo test`: `scripts/test.sh nixl` installs the library and runs it.
+
+mod engines;
+mod process;
