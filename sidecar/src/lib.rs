@@ -10,6 +10,7 @@ pub mod events;
 pub mod fleet;
 pub mod forward;
 pub mod handoff;
+pub mod link;
 pub mod metrics;
 pub mod net;
 #[cfg(feature = "nixl")]

@@ -7,7 +7,7 @@ use clap::{Parser, Subcommand};
 #[cfg(feature = "nixl")]
 use kvlane_sidecar::nixl;
 use kvlane_sidecar::pool::process::guard;
-use kvlane_sidecar::{demo, engine, plan, serve};
+use kvlane_sidecar::{demo, engine, link, plan, serve};
 use tracing_subscriber::EnvFilter;
 
 #[derive(Parser)]
@@ -31,6 +31,8 @@ enum Command {
     Engine(engine::EngineArgs),
     /// Prints from which prompt length and link speed on a prefill handed over to another worker pays
     Plan(plan::PlanArgs),
+    /// Measures how fast KV moves between two hosts or GPUs, and prints what the planner wants
+    Link(link::LinkArgs),
     /// Stands between the proxy and an engine that it started
     #[command(hide = true)]
     Guard(guard::GuardArgs),
@@ -41,6 +43,7 @@ impl Command {
     fn may_load_nixl(&self) -> bool {
         match self {
             Self::Engine(args) => args.may_load_nixl(),
+            Self::Link(args) => args.may_load_nixl(),
             Self::Serve(_) | Self::Demo(_) | Self::Plan(_) | Self::Guard(_) => false,
         }
     }
@@ -83,6 +86,9 @@ fn main() -> ExitCode {
                 .block_on(demo::run(args))
                 .map(|()| ExitCode::SUCCESS),
             Command::Plan(args) => plan::run(&args).map(|()| ExitCode::SUCCESS),
+            Command::Link(args) => runtime
+                .block_on(link::run(args))
+                .map(|()| ExitCode::SUCCESS),
             Command::Guard(args) => Ok(guard::run(&args)),
             Command::Engine(args) => runtime
                 .block_on(engine::run(args))

@@ -1,5 +1,7 @@
 //! The section `handoff`: whether and how requests are split over two workers.
 
+use std::path::PathBuf;
+
 use kvlane::handoff::{HandoffConfig, HandoffPlanner, KvShape};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -18,6 +20,9 @@ pub struct HandoffSettings {
     /// Seconds that a transfer takes whatever its size (default 0).
     #[serde(default)]
     pub link_fixed_seconds: f64,
+    /// Where the two were read from, if `kvlane link --write` wrote them.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub link_file: Option<PathBuf>,
     /// Links between hosts with a speed of their own (default none); every other pair shares the link above. The first
     /// that matches is taken, and all pairs that match it share it.
     #[serde(default)]
@@ -107,9 +112,52 @@ impl HandoffSettings {
 
 /// Sets the section.
 pub(super) fn set(config: &mut Config, value: &Value) -> Result<(), String> {
-    let settings: HandoffSettings = serde_json::from_value(value.clone())
-        .map_err(|error| format!("handoff: not accepted: {error}"))?;
+    let value = with_link(value)?;
+    let settings: HandoffSettings =
+        serde_json::from_value(value).map_err(|error| format!("handoff: not accepted: {error}"))?;
     settings.validate()?;
     config.handoff = Some(settings);
     Ok(())
+}
+
+/// Keys that a file of `kvlane link` may have.
+const LINK_KEYS: [&str; 2] = ["link_bytes_per_second", "link_fixed_seconds"];
+/// Bound of such a file, which has three lines.
+const MAX_LINK_FILE: u64 = 1 << 16;
+
+/// Puts in what the file named by `link_file` says.
+fn with_link(value: &Value) -> Result<Value, String> {
+    let mut value = value.clone();
+    let (Some(path), Some(keys)) = (
+        value
+            .get("link_file")
+            .and_then(Value::as_str)
+            .map(str::to_owned),
+        value.as_object_mut(),
+    ) else {
+        return Ok(value);
+    };
+    if let Some(key) = LINK_KEYS.into_iter().find(|key| keys.contains_key(*key)) {
+        return Err(format!(
+            "handoff.{key}: not accepted beside link_file, which says it"
+        ));
+    }
+    let refused = |why: String| format!("handoff.link_file: {path}: {why}");
+    let length = std::fs::metadata(&path).map_err(|error| refused(error.to_string()))?;
+    if length.len() > MAX_LINK_FILE {
+        return Err(refused(format!("more than {MAX_LINK_FILE} bytes")));
+    }
+    let text = std::fs::read_to_string(&path).map_err(|error| refused(error.to_string()))?;
+    let measured: Value =
+        serde_saphyr::from_str(&text).map_err(|error| refused(error.to_string()))?;
+    for (key, value) in measured.as_object().into_iter().flatten() {
+        if !LINK_KEYS.contains(&key.as_str()) {
+            return Err(refused(format!(
+                "unknown key {key}; accepted: {}",
+                LINK_KEYS.join(", ")
+            )));
+        }
+        keys.insert(key.clone(), value.clone());
+    }
+    Ok(value)
 }

@@ -350,6 +350,35 @@ fn how_workers_hand_over_is_checked() {
 }
 
 #[test]
+fn a_measured_link_is_read_from_its_file() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("link.yaml");
+    let with = |more: &str| {
+        let path = file.display();
+        yaml(&format!(
+            "handoff: {{kv_bytes_per_token: 1, link_file: '{path}'{more}}}"
+        ))
+    };
+    let error = with("").unwrap_err().to_string();
+    assert!(error.contains("link.yaml"), "{error}");
+    let lines = "# over tcp\nlink_bytes_per_second: 5930000000\nlink_fixed_seconds: 0.000120\n";
+    std::fs::write(&file, lines).unwrap();
+    let handoff = with("").unwrap().handoff.unwrap();
+    assert_eq!(
+        (handoff.link_bytes_per_second, handoff.link_fixed_seconds),
+        (5.93e9, 0.000_12)
+    );
+    let error = with(", link_fixed_seconds: 1").unwrap_err().to_string();
+    assert!(error.contains("beside link_file"), "{error}");
+    std::fs::write(&file, "lease_seconds: 3").unwrap();
+    let error = with("").unwrap_err().to_string();
+    assert!(error.contains("unknown key lease_seconds"), "{error}");
+    std::fs::write(&file, "").unwrap();
+    let error = with("").unwrap_err().to_string();
+    assert!(error.contains("link_bytes_per_second"), "{error}");
+}
+
+#[test]
 fn the_documented_handoff_is_accepted_and_shows_the_defaults() {
     let config = yaml(example(include_str!("../../../docs/handoff.md"))).unwrap();
     assert_eq!(config.workers.len(), 2);

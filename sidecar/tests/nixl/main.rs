@@ -3,4 +3,5 @@
 //! Not part of `cargo test`: `scripts/test.sh nixl` installs the library and runs it.
 
 mod engines;
+mod link;
 mod process;
