@@ -40,7 +40,7 @@ pack() {
   # shellcheck disable=SC2064 # the folder of now
   trap "rm -rf '$work'" EXIT
   strip -o "$work/kvlane" "${KVLANE_BIN:-$target/release/kvlane}"
-  xz -9 -T0 -c "$work/kvlane" >"$dir/kvlane.xz"
+  xz -2 -T0 -c "$work/kvlane" >"$dir/kvlane.xz"
   mkdir -p "$work/nixl/spare"
   (
     cd "$site"
@@ -52,7 +52,7 @@ pack() {
   for file in libssl.so.3 libcrypto.so.3; do
     cp -L "$(ldconfig -p | awk -v name="$file" '$1 == name {print $NF; exit}')" "$work/nixl/spare/"
   done
-  tar -C "$work/nixl" -cf - . | xz -9 -T0 >"$dir/nixl.tar.xz"
+  tar -C "$work/nixl" -cf - . | xz -2 -T0 >"$dir/nixl.tar.xz"
   ls -l "$dir" >&2
 }
 

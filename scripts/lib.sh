@@ -78,9 +78,9 @@ need_venv() {
 }
 
 # Sets NIXL_CAPI_LIB to NIXL's library, which is taken from PyPI once, 70 MB. Its metadata asks for torch and all of CUDA, neither
-# of which it needs.
+# of which it needs; its Python part needs numpy.
 need_nixl() {
-  venv_root=$cache need_venv nixl-1.5.1 --no-deps nixl-cu12==1.5.1
+  venv_root=$cache need_venv nixl-1.5.1 --no-deps nixl-cu12==1.5.1 numpy
   NIXL_CAPI_LIB=$(echo "$venv"/lib/python3*/site-packages/.nixl_cu12.mesonpy.libs/libnixl_capi.so)
   [ -f "$NIXL_CAPI_LIB" ] || die "the wheel of NIXL has no $NIXL_CAPI_LIB"
   export NIXL_CAPI_LIB

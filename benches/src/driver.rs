@@ -106,6 +106,13 @@ fn read(path: &Path) -> Result<Report, String> {
     serde_json::from_str(&text).map_err(|error| format!("cannot parse {}: {error}", path.display()))
 }
 
+/// Returns what another command has put at the end of the results.
+fn kept(path: &Path) -> String {
+    let text = std::fs::read_to_string(path).unwrap_or_default();
+    text.find("<!-- kv moved -->")
+        .map_or_else(String::new, |at| format!("\n{}", &text[at..]))
+}
+
 fn write(path: &Path, text: &str) -> Result<(), String> {
     if let Some(folder) = path.parent() {
         std::fs::create_dir_all(folder)
@@ -134,7 +141,7 @@ fn run(args: &RunArgs) -> Result<(), String> {
     let json = serde_json::to_string_pretty(&report).map_err(|error| error.to_string())?;
     write(&args.json, &(json + "\n"))?;
     if let Some(path) = &args.markdown {
-        write(path, &report.markdown())?;
+        write(path, &(report.markdown() + &kept(path)))?;
     }
     if let Some(path) = &args.readme {
         let readme = std::fs::read_to_string(path)

@@ -98,44 +98,45 @@ fn plans(args: &LinkArgs) -> Vec<Plan> {
 
 /// Agrees with the listener on how bytes move.
 async fn connect(args: &LinkArgs, room: usize) -> Result<(Mover, &'static str, String)> {
-    let mut without = None;
-    if args.transport != LinkTransport::Tcp {
-        match with_nixl(args, room).await? {
-            Ok((mover, memory)) => return Ok((mover, "nixl", memory)),
-            Err(reason) => without = Some(reason),
-        }
+    let nixl = match args.transport {
+        LinkTransport::Tcp => Err("--transport tcp".to_owned()),
+        LinkTransport::Nixl | LinkTransport::Auto => load(args),
+    };
+    let (stream, welcome) = greet(&args.peer, room, nixl.is_ok()).await?;
+    let reason = match nixl {
+        Err(reason) => reason,
+        Ok(nixl) => match welcome.nixl {
+            #[cfg(feature = "nixl")]
+            Some(offered) => {
+                let reader = nixl::Reader::start(&nixl, stream, offered, args.gpu, room).await?;
+                let memory = reader.memories();
+                return Ok((Mover::Nixl(Box::new(reader)), "nixl", memory));
+            }
+            #[cfg(not(feature = "nixl"))]
+            Some(_) => match nixl {},
+            None => {
+                let why: String = welcome.without.unwrap_or_default();
+                let why: String = why.chars().take(500).collect();
+                format!("{} has no NIXL: {why}", args.peer)
+            }
+        },
+    };
+    if args.transport == LinkTransport::Nixl || args.gpu.is_some() {
+        return Err(failed(reason));
     }
-    if let Some(reason) = without {
-        if args.transport == LinkTransport::Nixl || args.gpu.is_some() {
-            return Err(failed(reason));
-        }
-        tracing::info!(reason, "bytes move over TCP: NIXL is not used");
-    }
-    let puller = tcp::Puller::connect(&args.peer, room).await?;
+    tracing::info!(reason, "bytes move over TCP: NIXL is not used");
+    let puller = tcp::Puller::new(&args.peer, room, stream);
     Ok((Mover::Tcp(puller), "tcp", "host".to_owned()))
 }
 
 #[cfg(feature = "nixl")]
-async fn with_nixl(
-    args: &LinkArgs,
-    room: usize,
-) -> Result<std::result::Result<(Mover, String), String>> {
-    let reader = nixl::Reader::connect(args, room).await?;
-    Ok(reader.map(|reader| {
-        let memory = reader.memories();
-        (Mover::Nixl(Box::new(reader)), memory)
-    }))
+fn load(args: &LinkArgs) -> std::result::Result<crate::nixl::Nixl, String> {
+    crate::nixl::Nixl::load(args.nixl_lib.as_deref()).map_err(|error| error.to_string())
 }
 
 #[cfg(not(feature = "nixl"))]
-#[expect(clippy::unused_async, reason = "the other one waits")]
-async fn with_nixl(
-    _args: &LinkArgs,
-    _room: usize,
-) -> Result<std::result::Result<(Mover, String), String>> {
-    Ok(Err(
-        "this program was built without the feature `nixl`".to_owned()
-    ))
+fn load(_args: &LinkArgs) -> std::result::Result<std::convert::Infallible, String> {
+    Err("this program was built without the feature `nixl`".to_owned())
 }
 
 impl Mover {

@@ -1,6 +1,7 @@
 use clap::Parser;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpListener;
+use tokio_util::task::TaskTracker;
 
 use super::args::{LinkArgs, Piece, Size};
 use super::fit::{Fit, fit, median};
@@ -28,7 +29,7 @@ async fn listener(flags: &str) -> (String, CancellationToken) {
     let listener = Listener::bind(&args).await.unwrap();
     let address = listener.address().to_string();
     let cancel = CancellationToken::new();
-    tokio::spawn(listener.serve(cancel.clone()));
+    TaskTracker::new().spawn(listener.serve(cancel.clone()));
     (address, cancel)
 }
 
@@ -103,7 +104,7 @@ async fn a_listener_refuses_what_is_foreign_or_too_large() {
 async fn foreign(answer: Vec<u8>) -> String {
     let socket = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = socket.local_addr().unwrap().to_string();
-    tokio::spawn(async move {
+    TaskTracker::new().spawn(async move {
         let (mut stream, _) = socket.accept().await.unwrap();
         stream.write_all(&answer).await.unwrap();
         std::future::pending::<()>().await;

@@ -123,23 +123,17 @@ pub(super) struct Reader {
 }
 
 impl Reader {
-    /// Connects; the inner error says why NIXL cannot be used.
-    pub(super) async fn connect(
-        args: &LinkArgs,
+    /// Gets ready to read what a listener offers on this connection.
+    pub(super) async fn start(
+        nixl: &Nixl,
+        mut stream: TcpStream,
+        offered: Offered,
+        gpu: Option<u32>,
         room: usize,
-    ) -> Result<std::result::Result<Self, String>> {
-        let nixl = match Nixl::load(args.nixl_lib.as_deref()) {
-            Ok(nixl) => nixl,
-            Err(error) => return Ok(Err(error.to_string())),
-        };
-        let (mut stream, welcome) = super::greet(&args.peer, room, true).await?;
-        let Some(offered) = welcome.nixl else {
-            let reason = welcome.without.unwrap_or_default();
-            return Ok(Err(format!("{} has no NIXL: {reason}", args.peer)));
-        };
+    ) -> Result<Self> {
         let metadata = wire::hear_bytes(&mut stream, STEP_LIMIT).await?;
         let started = async {
-            let (memory, of) = allocate(&nixl, args.gpu, room).await?;
+            let (memory, of) = allocate(nixl, gpu, room).await?;
             let memory = Arc::new(memory);
             let name = format!("kvlane-link-{:032x}", fastrand::u128(..));
             let agent = nixl.agent(&name, &[]).await?;
@@ -155,13 +149,13 @@ impl Reader {
         let (agent, memory, of) = started
             .await
             .map_err(|error: crate::nixl::Error| failed(error.to_string()))?;
-        Ok(Ok(Self {
+        Ok(Self {
             agent,
             memory,
             of,
             offered,
             _stream: stream,
-        }))
+        })
     }
 
     /// Returns what the two memories are of.

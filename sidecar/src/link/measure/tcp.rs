@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 use kvlane::Result;
 use tokio::io::AsyncReadExt;
 use tokio::net::TcpStream;
+use tokio::task::JoinSet;
 
 use super::Plan;
 use crate::link::failed;
@@ -23,14 +24,13 @@ pub(super) struct Puller {
 const BUFFER: usize = 1 << 20;
 
 impl Puller {
-    pub(super) async fn connect(peer: &str, room: usize) -> Result<Self> {
-        let (first, _) = super::greet(peer, room, false).await?;
-        Ok(Self {
+    pub(super) fn new(peer: &str, room: usize, first: TcpStream) -> Self {
+        Self {
             peer: peer.to_owned(),
             room,
             _first: first,
             streams: Vec::new(),
-        })
+        }
     }
 
     pub(super) async fn run(&mut self, plan: &Plan) -> Result<Duration> {
@@ -43,12 +43,11 @@ impl Puller {
             piece: plan.piece.of(plan.bytes),
         };
         let began = Instant::now();
-        let mut pulls = Vec::with_capacity(plan.streams);
+        let mut pulls = JoinSet::new();
         for stream in self.streams.drain(..plan.streams) {
-            pulls.push(tokio::task::spawn(pull(stream, ask)));
+            pulls.spawn(pull(stream, ask));
         }
-        for pull in pulls {
-            let pulled = pull.await;
+        while let Some(pulled) = pulls.join_next().await {
             let stream = pulled
                 .map_err(|error| failed("a stream ended early".to_owned()).with_source(error))?;
             self.streams.push(stream?);
