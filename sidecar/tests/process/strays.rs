@@ -15,7 +15,7 @@ fn abandon(machine: &Machine, template: &str) -> [u32; 2] {
         child.replace("FILE", "unmarked")
     );
     let mut sidecar = machine.serve(&[format!(
-        "name: {template}, command: {}, gpus: [MIG-x], {QUICK}",
+        "name: {template}, command: {}, gpus: [MIG-{template}], {QUICK}",
         shell(&script)
     )]);
     let name = format!("{template}-0");
@@ -56,7 +56,7 @@ fn a_second_start_tells_of_strays_and_waits_only_where_they_are_in_the_way() {
     let sidecar = machine.serve(&[
         format!("name: {template}, command: {engine}, {QUICK}"),
         format!("name: {other}, command: {engine}, {QUICK}"),
-        format!("name: {on_gpu}, command: {engine}, gpus: [[MIG-y, MIG-x]], {QUICK}"),
+        format!("name: {on_gpu}, command: {engine}, gpus: [[MIG-y, MIG-{template}]], {QUICK}"),
     ]);
     let mut expected = children.to_vec();
     expected.sort_unstable();
