@@ -321,7 +321,7 @@ impl App {
     /// Tells whether new requests can be served.
     #[must_use]
     pub fn is_ready(&self) -> bool {
-        !self.stopping.load(Ordering::Relaxed) && self.fleet.is_ready()
+        !self.stopping.load(Ordering::Relaxed) && self.fleet.is_ready() && self.proxy.is_settled()
     }
 
     /// Makes the readiness check fail from now on.

@@ -159,6 +159,12 @@ impl Pairing {
         })
     }
 
+    /// Tells whether the workers that were there at first have been asked; see [`Peers::are_settled`].
+    #[must_use]
+    pub fn is_settled(&self) -> bool {
+        self.peers.are_settled()
+    }
+
     /// Returns what is known of each worker, for reports.
     #[must_use]
     pub fn report(&self, members: &Members) -> Vec<serde_json::Value> {
@@ -177,17 +183,14 @@ impl Pairing {
 
 /// Names what must be the same on both sides.
 fn group(worker: &Worker, facts: &PeerFacts, connector: Connector) -> String {
-    let models = worker.models();
-    let mut names: Vec<&str> = models
-        .iter()
-        .filter(|model| !model.is_adapter)
-        .map(|model| model.id.as_str())
-        .collect();
-    names.sort_unstable();
     let version = worker.config.labels.get("version");
     let version = version.or(facts.version.as_ref());
     let version = version.map_or("unknown version", String::as_str);
-    format!("{}, {version}, {}", names.join(" "), connector.as_str())
+    format!(
+        "{}, {version}, {}",
+        facts.models.join(" "),
+        connector.as_str()
+    )
 }
 
 /// Returns the host that shares its ports: the label `host`, or that of the URL.

@@ -1,4 +1,5 @@
-//! What is asked of workers before they hand over to each other: version, connector, and the engine ids of Mooncake's.
+//! What is asked of workers before they hand over to each other: version, models, connector, and the engine ids of
+//! Mooncake's.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
@@ -27,6 +28,8 @@ use crate::scrape;
 pub struct PeerFacts {
     /// Its version.
     pub version: Option<String>,
+    /// The models that it serves, adapters aside, in order.
+    pub models: Vec<String>,
     /// Its connector.
     pub connector: Option<Connector>,
     /// Engine ids by rank, where a Mooncake bootstrap service tells them.
@@ -66,6 +69,9 @@ impl Peer {
 #[derive(Debug)]
 pub struct Peers {
     shared: Arc<Shared>,
+    started: Instant,
+    /// Every worker that was there at first was asked.
+    settled: AtomicBool,
     stop: CancellationToken,
 }
 
@@ -81,7 +87,9 @@ struct Shared {
 /// How long an answer is believed.
 const AGAIN: Duration = Duration::from_secs(10);
 /// How often it is looked whom to ask.
-const LOOK_EVERY: Duration = Duration::from_millis(250);
+const LOOK_EVERY: Duration = Duration::from_millis(100);
+/// How long workers that do not answer keep others from being taken for ready.
+const GRACE: Duration = Duration::from_secs(5);
 /// Time that one question is given.
 const PATIENCE: Duration = Duration::from_secs(2);
 /// A server's own description of itself may be long.
@@ -103,7 +111,12 @@ impl Peers {
             stop.clone()
                 .run_until_cancelled_owned(Arc::clone(&shared).ask_on(tasks.clone())),
         );
-        Self { shared, stop }
+        Self {
+            shared,
+            started: Instant::now(),
+            settled: AtomicBool::new(false),
+            stop,
+        }
     }
 
     /// Returns what is known of a worker; `None` before it was asked.
@@ -115,6 +128,23 @@ impl Peers {
             self.shared.wanted.notify_one();
         }
         known
+    }
+
+    /// Tells whether the workers that were there at first have been asked: before that nothing is split. Stays true; those
+    /// that are down, or do not answer for five seconds, are not waited for.
+    #[must_use]
+    pub fn are_settled(&self) -> bool {
+        if self.settled.load(Ordering::Relaxed) {
+            return true;
+        }
+        let members = self.shared.fleet.members();
+        let waits =
+            |worker: &Arc<Worker>| worker.healthy() != Some(false) && self.of(worker).is_none();
+        let settled = self.started.elapsed() >= GRACE || !members.list().iter().any(waits);
+        if settled {
+            self.settled.store(true, Ordering::Relaxed);
+        }
+        settled
     }
 
     /// Returns the port of a prefill worker's bootstrap service.
@@ -178,6 +208,7 @@ impl Shared {
                 .as_ref()
                 .and_then(|answer| text(answer, "version"))
                 .or_else(|| text(&info, "version")),
+            models: models(get(&worker, "/v1/models").await.flatten()),
             connector: label
                 .and_then(|label| Connector::parse(label))
                 .or_else(|| Connector::told(&info)),
@@ -236,6 +267,17 @@ async fn get(worker: &Worker, path: &str) -> Option<Option<Value>> {
     let (status, body) = scrape::get(worker, path, MAX_ANSWER, PATIENCE).await.ok()?;
     let value = status.is_success().then(|| serde_json::from_slice(&body));
     Some(value.and_then(Result::ok))
+}
+
+/// Reads a list of models.
+fn models(answer: Option<Value>) -> Vec<String> {
+    let answer = answer.unwrap_or(Value::Null);
+    let list = answer.get("data").and_then(Value::as_array);
+    let is_base = |model: &&Value| text(model, "parent").is_none();
+    let own = list.into_iter().flatten().filter(is_base);
+    let mut names: Vec<String> = own.filter_map(|model| text(model, "id")).collect();
+    names.sort_unstable();
+    names
 }
 
 fn text(value: &Value, name: &str) -> Option<String> {

@@ -143,6 +143,12 @@ impl Proxy {
         splitter.map_or(serde_json::Value::Null, Splitter::report)
     }
 
+    /// Tells whether what splitting takes is known of the workers that were there at first.
+    #[must_use]
+    pub fn is_settled(&self) -> bool {
+        self.splitter.as_ref().is_none_or(Splitter::is_settled)
+    }
+
     /// Returns what handoff plans said of the bookings of the last decisions.
     #[must_use]
     pub fn handoff_summaries(&self) -> HashMap<LeaseId, Arc<serde_json::Value>> {

@@ -229,6 +229,11 @@ impl Splitter {
         })
     }
 
+    /// Tells whether it knows the workers.
+    pub(super) fn is_settled(&self) -> bool {
+        self.pairing.is_settled()
+    }
+
     /// Keeps what was planned, to be shown with the decision.
     pub(super) fn note(&self, lease: LeaseId, summary: &Arc<Value>) {
         let mut bookings = self.bookings.lock();

@@ -340,7 +340,7 @@ async fn no_room_is_ever_shared_or_left_whatever_happens() {
 
 /// `cargo test -p kvlane-sidecar --test handoff -- --ignored ten_thousand`
 #[tokio::test]
-#[ignore = "takes a minute"]
+#[ignore = "takes some minutes"]
 async fn nothing_wrong_is_ever_sent_in_ten_thousand_requests() {
     for connector in Connector::ALL {
         meet_every_fault(connector, 10_000).await;
@@ -393,6 +393,10 @@ async fn meet_every_fault(connector: Connector, total: u32) {
         });
         if number % 16 == 0 {
             tokio::time::sleep(Duration::from_millis(30)).await;
+        }
+        // Engines, doors and router share a thread: with more at once a leg would be on its way for longer than a lease.
+        while tasks.len() >= 96 {
+            tasks.join_next().await.unwrap().unwrap();
         }
     }
     while let Some(done) = tasks.join_next().await {

@@ -72,9 +72,13 @@ async fn serve_with(
         decode,
         sidecar,
     };
-    // Nothing is handed over by workers that were not asked what they are.
-    while splits && served.report().await["workers"].as_array().unwrap().len() < 2 {
+    // Ready only when both workers were asked what they are: nothing is handed over before.
+    while served.admin("/readyz").await.contains("false") {
         tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+    if splits {
+        let report = served.report().await;
+        assert_eq!(report["workers"].as_array().unwrap().len(), 2, "{report}");
     }
     served
 }
