@@ -12,7 +12,7 @@
 #   FUZZ_SECONDS    seconds for each fuzz target (10)
 . "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 
-steps=(format lint core loom workspace benches docs python node node-gateways fuzz scenarios gateways nixl engines)
+steps=(format lint core loom workspace dns benches docs python node node-gateways fuzz scenarios gateways nixl engines)
 logs=$target/test-logs
 step_names=() step_seconds=() step_counts=()
 passed=0 failed=0 skipped=0
@@ -64,6 +64,13 @@ step_loom() {
 # Everything but the bindings in one build: the core with `zmq`, the sidecar, the scenarios and the examples.
 step_workspace() {
   cargo test
+}
+
+# Workers from DNS records, asked of a name server on loopback.
+step_dns() {
+  cargo clippy -p kvlane-sidecar --features dns --all-targets -- -D warnings
+  cargo test -p kvlane-sidecar --features dns --lib dns
+  cargo test -p kvlane-sidecar --features dns --test pool dns
 }
 
 # Without the peers: that the workload and the comparison do what they say.
