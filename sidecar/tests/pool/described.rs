@@ -1,83 +1,12 @@
 //! A bare URL is enough: the rest is learned from the engine, and contradictions are named.
 
-#![expect(
-    clippy::disallowed_methods,
-    reason = "a test's tasks end with its runtime"
-)]
-
-use std::collections::HashMap;
-use std::sync::Arc;
-
 use kvlane::{BlockSize, Role};
 use kvlane_sidecar::config::WorkerConfig;
-use parking_lot::Mutex;
-use serde_json::{Value, json};
-use tokio::io::{AsyncReadExt, AsyncWriteExt};
-use tokio::net::{TcpListener, TcpStream};
+use serde_json::json;
 
 use crate::client::post;
 use crate::setup::{admin, engine, eventually, metrics, sidecar, until_state, worker};
-
-/// An engine that answers questions as it is told, and nothing else.
-struct Stub {
-    url: String,
-    answers: Arc<Mutex<HashMap<&'static str, String>>>,
-    task: tokio::task::JoinHandle<()>,
-}
-
-impl Drop for Stub {
-    fn drop(&mut self) {
-        self.task.abort();
-    }
-}
-
-impl Stub {
-    async fn start() -> Self {
-        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-        let url = format!("http://{}", listener.local_addr().unwrap());
-        let answers = Arc::new(Mutex::new(HashMap::from([("/health", String::new())])));
-        let shared = Arc::clone(&answers);
-        let task = tokio::spawn(async move {
-            let mut connections = tokio::task::JoinSet::new();
-            while let Ok((stream, _)) = listener.accept().await {
-                connections.spawn(answer_all(stream, Arc::clone(&shared)));
-            }
-        });
-        Self { url, answers, task }
-    }
-
-    fn say(&self, path: &'static str, body: &Value) {
-        self.answers.lock().insert(path, body.to_string());
-    }
-
-    fn say_metrics(&self, text: &str) {
-        self.answers.lock().insert("/metrics", text.to_owned());
-    }
-}
-
-async fn answer_all(mut stream: TcpStream, answers: Arc<Mutex<HashMap<&'static str, String>>>) {
-    let mut head = Vec::new();
-    loop {
-        while !head.ends_with(b"\r\n\r\n") {
-            let Ok(byte) = stream.read_u8().await else {
-                return;
-            };
-            head.push(byte);
-        }
-        let text = String::from_utf8(std::mem::take(&mut head)).unwrap();
-        let path = text.split(' ').nth(1).unwrap();
-        let found = answers.lock().get(path).cloned();
-        let status = if found.is_some() { 200 } else { 404 };
-        let body = found.unwrap_or_default();
-        let answer = format!(
-            "HTTP/1.1 {status} X\r\ncontent-length: {}\r\n\r\n{body}",
-            body.len()
-        );
-        if stream.write_all(answer.as_bytes()).await.is_err() {
-            return;
-        }
-    }
-}
+use crate::stub::Stub;
 
 fn bare(id: &str, url: &str) -> WorkerConfig {
     WorkerConfig::new(id, url).unwrap()

@@ -9,5 +9,7 @@ mod described;
 #[cfg(feature = "dns")]
 mod dns;
 mod file;
+mod health;
 mod members;
 mod setup;
+mod stub;
