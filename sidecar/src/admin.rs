@@ -166,9 +166,14 @@ fn authorise(app: &App, headers: &HeaderMap) -> Result<(), Problem> {
 }
 
 fn metrics(app: &App) -> Answer {
-    let encoded = app
-        .metrics
-        .encode(&app.router, &app.fleet, app.pool.report());
+    let balance = app.rebalancer.get();
+    let balance = balance.map(|rebalancer| rebalancer.balance());
+    let encoded = app.metrics.encode(
+        &app.router,
+        &app.fleet,
+        app.pool.report(),
+        balance.unwrap_or_default(),
+    );
     let text = encoded.map_err(|_| {
         Problem::new(
             StatusCode::INTERNAL_SERVER_ERROR,
@@ -321,6 +326,9 @@ fn pool(app: &App) -> Value {
     let members: Vec<Value> = members.collect();
     let mut pool = json!(app.pool.report());
     pool["members"] = Value::from(members);
+    if let Some(rebalancer) = app.rebalancer.get() {
+        pool["planner"] = rebalancer.report();
+    }
     pool
 }
 

@@ -18,6 +18,7 @@ use crate::metrics::Metrics;
 use crate::pool::manager::{ChangeError, Hands, Manager};
 use crate::pool::member::Fact;
 use crate::pool::process::Processes;
+use crate::pool::rebalance::Rebalancer;
 use crate::pool::roster::{Phase, Roster, RosterReader, Sighting};
 use crate::pool::sources::{Absence, Feed, Report};
 use crate::proxy::Proxy;
@@ -43,6 +44,8 @@ pub struct App {
     pub pool: Manager,
     /// The engines that this sidecar keeps, once they are started; unset where none are configured.
     pub processes: OnceLock<Arc<Processes>>,
+    /// What balances the pool; unset where it is not configured.
+    pub rebalancer: OnceLock<Arc<Rebalancer>>,
     events: EventStreams,
     /// Held while a worker is added or removed: half of one change must not mix with another of the same id, or a removed
     /// worker's events would be followed on.
@@ -85,6 +88,7 @@ impl App {
         Ok(Arc::new(Self {
             pool: Manager::new(seconds(config.drain_seconds)),
             processes: OnceLock::new(),
+            rebalancer: OnceLock::new(),
             events: EventStreams::new((*router).clone()),
             changing: Mutex::new(()),
             config,

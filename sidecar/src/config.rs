@@ -9,6 +9,7 @@ mod file;
 mod flags;
 mod handoff;
 mod keys;
+mod planner;
 mod processes;
 mod worker;
 
@@ -23,6 +24,7 @@ pub use discovery::{DiscoverySettings, DnsSettings};
 pub(crate) use file::parse_workers;
 pub use flags::ServeArgs;
 pub use handoff::HandoffSettings;
+pub use planner::PlannerSettings;
 pub use processes::{CudaVersion, Gpus, ProcessTemplate, RestartSettings, StrayPolicy};
 pub use worker::WorkerConfig;
 
@@ -93,6 +95,9 @@ pub struct Config {
     pub processes: Vec<ProcessTemplate>,
     /// Where workers are looked for while the sidecar runs (default: nowhere).
     pub discovery: DiscoverySettings,
+    /// How the pool is balanced between roles and in size (default: it is not).
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub planner: Option<PlannerSettings>,
     /// The workers known at start; more may be added through the admin listener.
     pub workers: Vec<WorkerConfig>,
     /// The router's own settings.
@@ -132,6 +137,7 @@ impl Default for Config {
             handoff: None,
             processes: Vec::new(),
             discovery: DiscoverySettings::default(),
+            planner: None,
             workers: Vec::new(),
             router: RouterConfig::default(),
             warnings: Vec::new(),

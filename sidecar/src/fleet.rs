@@ -3,6 +3,7 @@
 //! The router knows caches and loads; this knows connections, health and breakers, and tells the router one thing of
 //! each worker: whether it may be chosen.
 
+mod pulse;
 mod worker;
 
 use std::collections::HashMap;
@@ -14,6 +15,7 @@ use kvlane::{Error, ErrorKind, Role, Router, WorkerId};
 use parking_lot::RwLock;
 use tracing::warn;
 
+pub use pulse::{Beat, Counts, Pulse};
 pub(crate) use worker::InFlight;
 pub(crate) use worker::Streams;
 pub use worker::{Model, Worker};

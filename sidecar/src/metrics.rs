@@ -19,6 +19,7 @@ use crate::fleet::Fleet;
 use crate::handoff::HandoffMetrics;
 use crate::pool::manager::PoolReport;
 use crate::pool::process::ProcessMetrics;
+use crate::pool::rebalance::Balance;
 use crate::request::Endpoint;
 use kvlane::Router;
 
@@ -235,11 +236,14 @@ impl Metrics {
         router: &Router,
         fleet: &Fleet,
         pool: PoolReport,
+        balance: Balance,
     ) -> Result<String, std::fmt::Error> {
         let mut text = String::new();
         prometheus_text::encode(&mut text, &self.registry)?;
         let mut state = Registry::with_prefix("kvlane");
-        state.register_collector(Box::new(snapshot::Snapshot::take(router, fleet, pool)));
+        state.register_collector(Box::new(snapshot::Snapshot::take(
+            router, fleet, pool, balance,
+        )));
         prometheus_text::encode(&mut text, &state)?;
         Ok(text)
     }

@@ -28,7 +28,7 @@ use crate::app::App;
 use crate::client_io::ClientIo;
 use crate::config::{Config, ConfigError, seconds};
 use crate::net::HostPort;
-use crate::pool::sources;
+use crate::pool::{rebalance, sources};
 use crate::proxy::ProxyBody;
 use crate::request::Tokenize;
 use crate::tokenizer;
@@ -152,6 +152,7 @@ pub async fn start(mut config: Config) -> Result<ServeHandle, StartError> {
     sources::start(&app).map_err(StartError::Config)?;
     let processes = sources::start_processes(&app).await;
     processes.map_err(StartError::Config)?;
+    rebalance::start(&app);
     let handle = ServeHandle {
         proxy_addr: address_of(&proxy_listener, &config.listen, "listen")?,
         admin_addr: address_of(&admin_listener, &config.admin, "admin")?,

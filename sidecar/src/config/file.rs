@@ -8,7 +8,7 @@ use serde_saphyr::Spanned;
 
 use super::keys::{self, ROUTER_KEYS};
 use super::{Config, ConfigError, WorkerConfig};
-use super::{discovery, handoff, processes, worker};
+use super::{discovery, handoff, planner, processes, worker};
 
 /// Applies the file's keys to `config`.
 pub(super) fn apply(config: &mut Config, text: &str, name: &str) -> Result<(), ConfigError> {
@@ -49,6 +49,9 @@ fn apply_key(config: &mut Config, key: &str, value: &Value) -> Result<(), String
     }
     if key == "processes" {
         return processes::set(config, value);
+    }
+    if key == "planner" {
+        return planner::set(config, value);
     }
     if key == "router" {
         let section = value

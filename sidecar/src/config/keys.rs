@@ -41,7 +41,14 @@ pub(super) fn find(name: &str) -> Option<&'static Key> {
 pub(super) fn all_names() -> impl Iterator<Item = &'static str> {
     KEYS.iter()
         .map(|key| key.name)
-        .chain(["workers", "router", "handoff", "processes", "discovery"])
+        .chain([
+            "workers",
+            "router",
+            "handoff",
+            "processes",
+            "discovery",
+            "planner",
+        ])
         .chain(ROUTER_KEYS.iter().copied())
 }
 

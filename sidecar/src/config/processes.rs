@@ -26,6 +26,10 @@ pub struct ProcessTemplate {
     /// How many are started, 1 to 256 (default: one for each entry of `gpus`, otherwise 1).
     #[serde(default)]
     pub replicas: Option<usize>,
+    /// How many of them run from the beginning, 0 to `replicas` (default: all). The others are parked until the pool's planner
+    /// starts them.
+    #[serde(default)]
+    pub initial_replicas: Option<usize>,
     /// Which GPUs each one sees (default: whatever the sidecar sees).
     #[serde(default)]
     pub gpus: Gpus,
@@ -281,6 +285,12 @@ impl ProcessTemplate {
         self.validate_command()?;
         self.validate_environment()?;
         self.validate_numbers()?;
+        let most = self.fixed_replicas().unwrap_or(MOST_REPLICAS);
+        if let Some(initial) = self.initial_replicas.filter(|initial| *initial > most) {
+            return Err(format!(
+                "initial_replicas: {initial} is not accepted; accepted: 0 to {most}, the number of replicas"
+            ));
+        }
         if let (Gpus::Sets(sets), Some(replicas)) = (&self.gpus, self.replicas)
             && sets.len() != replicas
         {

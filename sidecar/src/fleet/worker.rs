@@ -10,6 +10,7 @@ use parking_lot::{Mutex, RwLock};
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
+use super::pulse::Pulse;
 use crate::config::{Config, WorkerConfig, seconds};
 use crate::forward::breaker::{Breaker, State, Verdict};
 use crate::forward::upstream::Pool;
@@ -29,6 +30,8 @@ pub struct Worker {
     pub pool: Arc<Pool>,
     /// Its series in the metrics.
     pub metrics: WorkerMetrics,
+    /// How quick its requests are.
+    pub pulse: Pulse,
     epoch: Epoch,
     source: Arc<str>,
     instance: String,
@@ -137,6 +140,7 @@ impl Worker {
         Self {
             pool: Arc::new(pool),
             metrics: metrics.worker(config.id.as_str()),
+            pulse: Pulse::default(),
             epoch: member.epoch(),
             source,
             instance: sighting.instance,

@@ -103,6 +103,8 @@ impl Side {
     fn prefill_done(&self, now: Instant) {
         if let Some(guard) = &self.guard {
             guard.prefill_done(now);
+            let uncached = guard.decision().cost.uncached_prefill_blocks;
+            self.worker.pulse.computed(uncached);
         }
     }
 

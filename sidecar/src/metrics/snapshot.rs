@@ -14,6 +14,8 @@ use crate::fleet::Fleet;
 use crate::forward::breaker::State;
 use crate::pool::manager::{PoolReport, SourceReport};
 use crate::pool::member::MemberState;
+use crate::pool::planner::RolePlan;
+use crate::pool::rebalance::Balance;
 
 /// One moment's state.
 #[derive(Debug)]
@@ -22,6 +24,7 @@ pub(super) struct Snapshot {
     workers: Vec<WorkerInfo>,
     links: Vec<Link>,
     pool: PoolReport,
+    balance: Balance,
     ready: bool,
 }
 
@@ -39,7 +42,7 @@ struct Link {
 type Labels = Vec<(&'static str, String)>;
 
 impl Snapshot {
-    pub(super) fn take(router: &Router, fleet: &Fleet, pool: PoolReport) -> Self {
+    pub(super) fn take(router: &Router, fleet: &Fleet, pool: PoolReport, balance: Balance) -> Self {
         let members = fleet.members();
         let mismatches = members.mismatches();
         let links = members.list().iter().zip(&mismatches);
@@ -57,6 +60,7 @@ impl Snapshot {
             workers: router.workers(Instant::now()),
             links: links.collect(),
             pool,
+            balance,
             ready: fleet.is_ready(),
         }
     }
@@ -281,6 +285,43 @@ impl Snapshot {
         )
     }
 
+    fn encode_balance(&self, out: &mut Writer<'_>) -> fmt::Result {
+        let each = |value: fn(&RolePlan) -> f64| -> Vec<(Labels, f64)> {
+            let roles = self.balance.roles.iter();
+            roles
+                .map(|plan| (vec![("role", plan.role.name().to_owned())], value(plan)))
+                .collect()
+        };
+        out.gauges(
+            "pool_desired_workers",
+            "Workers that a role should have",
+            each(|plan| f64::from(plan.desired)),
+        )?;
+        out.gauges(
+            "pool_current_workers",
+            "Workers of a role that are ready or starting",
+            each(|plan| f64::from(plan.current)),
+        )?;
+        out.gauges(
+            "pool_demand_workers",
+            "Workers that would keep a role at its targets now, before any calming",
+            each(|plan| plan.demand_workers),
+        )?;
+        let proposals = self
+            .balance
+            .proposals
+            .iter()
+            .map(|(&(kind, role), &count)| {
+                let labels = vec![("action", kind.to_owned()), ("role", role.to_owned())];
+                (labels, count)
+            });
+        out.counters(
+            "pool_proposals",
+            "Changes that the pool's planner proposed",
+            proposals.collect(),
+        )
+    }
+
     fn encode_totals(&self, out: &mut Writer<'_>) -> fmt::Result {
         let stats = &self.stats;
         out.gauges(
@@ -330,7 +371,8 @@ impl Collector for Snapshot {
         self.encode_workers(&mut out)?;
         self.encode_ranks(&mut out)?;
         self.encode_links(&mut out)?;
-        self.encode_pool(&mut out)
+        self.encode_pool(&mut out)?;
+        self.encode_balance(&mut out)
     }
 }
 

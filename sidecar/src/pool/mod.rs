@@ -10,5 +10,6 @@ pub mod manager;
 pub mod member;
 pub mod planner;
 pub mod process;
+pub mod rebalance;
 pub mod roster;
 pub mod sources;

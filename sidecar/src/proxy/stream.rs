@@ -178,7 +178,7 @@ impl ForwardBody {
 
     fn observe(&mut self, piece: &[u8]) {
         let now = Instant::now();
-        self.last_piece = now;
+        let before = std::mem::replace(&mut self.last_piece, now);
         let Some(booking) = &mut self.booking else {
             return;
         };
@@ -192,6 +192,9 @@ impl ForwardBody {
                 .metrics
                 .ttft_seconds
                 .observe((now - booking.started).as_secs_f64());
+            let pulse = &booking.worker.pulse;
+            pulse.first_token(now - booking.started);
+            pulse.computed(guard.decision().cost.uncached_prefill_blocks);
             // An answer in one piece comes with its last token, which says nothing of the first.
             if let Some(lesson) = &mut booking.lesson {
                 lesson.began();
@@ -199,6 +202,8 @@ impl ForwardBody {
                     lesson.teach(&guard.decision().target, now);
                 }
             }
+        } else if self.is_events {
+            booking.worker.pulse.gap(now - before);
         }
         self.usage.feed(piece);
         if self.is_events {

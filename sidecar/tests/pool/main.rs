@@ -2,6 +2,7 @@
 
 #![expect(clippy::unwrap_used, reason = "helpers of tests fail the test")]
 
+mod balance;
 #[path = "../proxy/client.rs"]
 #[expect(dead_code, reason = "shared with the tests of the proxy")]
 mod client;

@@ -3,6 +3,7 @@
 #![expect(clippy::float_cmp, reason = "counts read as numbers are exact")]
 #![expect(clippy::unwrap_used, reason = "helpers of tests fail the test")]
 
+mod balance;
 mod kills;
 mod roster;
 mod starts;

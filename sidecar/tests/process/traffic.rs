@@ -25,7 +25,7 @@ fn completion(number: u32, tokens: u32, stream: bool) -> String {
 }
 
 /// Waits until the proxy has so many workers to choose from.
-fn until_ready(sidecar: &Sidecar, workers: usize) {
+pub(crate) fn until_ready(sidecar: &Sidecar, workers: usize) {
     let are_there = within(Duration::from_secs(60), || {
         let (_, list) = sidecar.get("/v1/workers");
         let list = list["workers"].as_array().unwrap().clone();

@@ -58,12 +58,15 @@ pub(crate) fn unique() -> String {
 #[derive(Debug)]
 pub(crate) struct Machine {
     pub(crate) folder: TempDir,
+    /// Further sections of the configuration.
+    pub(crate) sections: String,
 }
 
 impl Machine {
     pub(crate) fn new() -> Self {
         Self {
             folder: tempfile::tempdir().unwrap(),
+            sections: String::new(),
         }
     }
 
@@ -75,7 +78,8 @@ impl Machine {
     pub(crate) fn command(&self, templates: &[String]) -> Command {
         let config = self.path("kvlane.yaml");
         let text = format!(
-            "listen: '127.0.0.1:0'\nadmin: '127.0.0.1:0'\nshutdown_seconds: 5\nhealth_interval_seconds: 0.1\nscrape_interval_seconds: 0.1\nprocesses:\n{}",
+            "listen: '127.0.0.1:0'\nadmin: '127.0.0.1:0'\nshutdown_seconds: 5\nhealth_interval_seconds: 0.1\nscrape_interval_seconds: 0.1\n{}\nprocesses:\n{}",
+            self.sections,
             templates
                 .iter()
                 .map(|text| format!("- {{{text}}}\n"))

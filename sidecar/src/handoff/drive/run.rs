@@ -37,6 +37,8 @@ pub(super) struct Run {
     decode: Option<(Attempt, Running)>,
     /// What the client gets of the decode leg, by attempt.
     answer: Option<(Attempt, Forwarded)>,
+    /// When the last piece of a stream came.
+    last_piece: Option<Instant>,
     /// Legs that are answered with what a prefill worker handed over.
     fetching: Option<Attempt>,
     collecting: bool,
@@ -84,6 +86,7 @@ impl Run {
             prefill: None,
             decode: None,
             answer: None,
+            last_piece: None,
             fetching: None,
             collecting: false,
             refusal: None,
@@ -308,6 +311,7 @@ impl Run {
             let waited = now - self.request.started;
             let metrics = &self.pair.decode.worker.metrics;
             metrics.ttft_seconds.observe(waited.as_secs_f64());
+            self.pair.decode.worker.pulse.first_token(waited);
             let forwarded = if is_event_stream(&parts.headers) {
                 self.client.begin_stream(*parts);
                 let corrector = fetched.then(|| AnswerCorrector::new(self.cached_tokens));
@@ -356,8 +360,12 @@ impl Run {
                 whole.extend_from_slice(&piece[..piece.len().min(room)]);
             }
             Forwarded::Stream(corrector, gaps) => {
+                let now = Instant::now();
+                if let Some(last) = self.last_piece.replace(now) {
+                    self.pair.decode.worker.pulse.gap(now - last);
+                }
                 if let Some(gaps) = gaps {
-                    gaps.piece(piece, Instant::now());
+                    gaps.piece(piece, now);
                 }
                 let mut out = Vec::with_capacity(piece.len());
                 match corrector {

@@ -15,6 +15,7 @@ mod gate;
 mod gpu;
 pub mod guard;
 mod launch;
+mod lever;
 mod life;
 mod log;
 mod metrics;
@@ -32,8 +33,10 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use kvlane::Role;
 use parking_lot::Mutex;
 use serde_json::{Value, json};
+use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use tracing::{info, warn};
@@ -47,6 +50,7 @@ use board::Board;
 use gate::Gate;
 use gpu::Inventory;
 use launch::Replica;
+use lever::Wanted;
 use log::Log;
 use muster::Muster;
 use ports::Ports;
@@ -70,6 +74,9 @@ pub struct Processes {
 struct Kept {
     record: Arc<Mutex<Record>>,
     log: Arc<Log>,
+    /// What its template says that it does.
+    role: Role,
+    wanted: watch::Sender<bool>,
 }
 
 impl Processes {
@@ -191,7 +198,9 @@ impl Processes {
     }
 
     fn keep(&mut self, template: &ProcessTemplate, replicas: Vec<Replica>) {
-        let muster = Arc::new(Muster::new(template.name.clone(), replicas.len()));
+        let wanted_first = template.initial_replicas.unwrap_or(replicas.len());
+        let muster = Muster::new(template.name.clone(), wanted_first.min(replicas.len()));
+        let muster = Arc::new(muster);
         let template = Arc::new(template.clone());
         for replica in replicas {
             let record = Record {
@@ -215,15 +224,19 @@ impl Processes {
                 template.log_dir.as_deref(),
                 template.log_file_mib << 20,
             ));
+            let (wanted, wish) = Wanted::new(replica.index < wanted_first);
             let kept = Kept {
                 record: Arc::new(Mutex::new(record)),
                 log,
+                role: template.role,
+                wanted,
             };
             let supervisor = Supervisor {
                 shared: Arc::clone(&self.shared),
                 template: Arc::clone(&template),
                 replica,
                 muster: Arc::clone(&muster),
+                wanted: wish,
                 log: Arc::clone(&kept.log),
                 record: Arc::clone(&kept.record),
             };

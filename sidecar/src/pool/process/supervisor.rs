@@ -14,6 +14,7 @@ use tracing::{error, info, warn};
 use super::board::Board;
 use super::gate::{Gate, Turn};
 use super::launch::{self, Launch, Replica};
+use super::lever::Wanted;
 use super::life::{Begin, End, Life};
 use super::log::Log;
 use super::metrics::ProcessMetrics;
@@ -51,6 +52,7 @@ pub(super) struct Supervisor {
     pub(super) template: Arc<ProcessTemplate>,
     pub(super) replica: Replica,
     pub(super) muster: Arc<Muster>,
+    pub(super) wanted: Wanted,
     pub(super) log: Arc<Log>,
     pub(super) record: Arc<Mutex<Record>>,
 }
@@ -88,6 +90,8 @@ pub(super) enum State {
     Pausing,
     /// Failed too often.
     GaveUp,
+    /// Is not needed, and would be started again.
+    Parked,
     /// Is being ended.
     Stopping,
     /// Ended because the sidecar ends.
@@ -104,6 +108,7 @@ impl State {
             Self::Serving => "serving",
             Self::Pausing => "pausing",
             Self::GaveUp => "gave-up",
+            Self::Parked => "parked",
             Self::Stopping => "stopping",
             Self::Stopped => "stopped",
         }
@@ -133,35 +138,55 @@ struct Failure {
 }
 
 impl Supervisor {
-    /// Keeps the replica until the sidecar ends.
+    /// Keeps the replica, while it is wanted, until the sidecar ends.
     pub(super) async fn run(self) {
         let stop = self.shared.stop.clone();
         let mut restarts = Restarts::new(self.template.restart);
+        while !stop.is_cancelled() {
+            if self.wanted.is_wanted() {
+                self.keep(&mut restarts).await;
+            } else {
+                self.enter(State::Parked);
+                tokio::select! {
+                    () = stop.cancelled() => {}
+                    () = self.wanted.becomes(true) => {}
+                }
+            }
+        }
+        if self.record.lock().state != State::GaveUp {
+            self.enter(State::Stopped);
+        }
+    }
+
+    /// Keeps the replica until it should not run.
+    async fn keep(&self, restarts: &mut Restarts) {
         let begun = async {
             self.wait_for_strays().await;
             self.turn().await
         };
         let mut turn = tokio::select! {
-            () = stop.cancelled() => return self.enter(State::Stopped),
+            () = self.called_off() => return,
             turn = begun => turn,
         };
         while let Outcome::Failed(failure) = self.live(turn).await {
-            if stop.is_cancelled() {
-                break;
-            }
             let resumed = async {
-                self.after(failure, &mut restarts).await;
+                self.after(failure, restarts).await;
                 self.turn().await
             };
             turn = tokio::select! {
-                () = stop.cancelled() => break,
+                () = self.called_off() => return,
                 turn = resumed => turn,
             };
             self.record.lock().restarts += 1;
             self.shared.metrics.restarted(&self.replica.name);
         }
-        if self.record.lock().state != State::GaveUp {
-            self.enter(State::Stopped);
+    }
+
+    /// Waits until the replica should not run.
+    async fn called_off(&self) {
+        tokio::select! {
+            () = self.shared.stop.cancelled() => {}
+            () = self.wanted.becomes(false) => {}
         }
     }
 
@@ -269,7 +294,7 @@ impl Supervisor {
         let probe = Probe::new(&launch.worker);
         let ready = tokio::time::timeout(seconds(self.template.ready_seconds), probe.until_ready());
         tokio::select! {
-            () = shared.stop.cancelled() => return self.stopped(life).await,
+            () = self.called_off() => return self.stopped(life).await,
             () = life.ending() => return self.failed(life, Duration::ZERO).await,
             ready = ready => if ready.is_err() {
                 return self.not_ready(life, &probe.missing()).await;
@@ -285,7 +310,7 @@ impl Supervisor {
         self.muster.take(name, None);
         let ready_at = Instant::now();
         tokio::select! {
-            () = shared.stop.cancelled() => self.stopped(life).await,
+            () = self.called_off() => self.stopped(life).await,
             () = life.ending() => {
                 let served = ready_at.elapsed();
                 shared.board.remove(&launch.worker.id);
@@ -294,7 +319,7 @@ impl Supervisor {
         }
     }
 
-    /// Ends a life because the sidecar ends.
+    /// Ends a life that should not go on.
     async fn stopped(&self, life: &mut Life) -> Outcome {
         self.enter(State::Stopping);
         life.stop();
