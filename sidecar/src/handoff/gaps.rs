@@ -80,6 +80,8 @@ struct Disturbance {
 
 /// Quiet gaps are taken this far apart: each takes the planner's lock, and a median needs no more.
 const SAMPLE_EVERY: u64 = 20;
+/// No engine makes tokens that quickly: they came together.
+const SHORTEST: Duration = Duration::from_micros(200);
 /// Streams of which one disturbance is learned.
 const WITNESSES: usize = 32;
 /// Nobody says when the prompt of an answer without a stream was done. Those that take longer are outliers.
@@ -260,8 +262,8 @@ impl StreamGaps {
         let Some(last) = self.last.replace(now) else {
             return;
         };
-        // Several at once came late, and a part of one is no token.
-        if events != 1 {
+        // Several at once came late, and a part of one is no token. Pieces may also have waited for their reader one by one.
+        if events != 1 || now.saturating_duration_since(last) < SHORTEST {
             return;
         }
         if before == changes && self.rank.open.load(Ordering::Acquire) == 0 {
@@ -403,6 +405,11 @@ mod tests {
         bench.now += Duration::from_millis(500);
         bench.streams[0].tokens(3, bench.now);
         bench.streams[1].tokens(0, bench.now);
+        // One by one, but out of a queue.
+        for _ in 0..100 {
+            bench.now += Duration::from_micros(3);
+            bench.streams[0].tokens(1, bench.now);
+        }
         let known = bench.known();
         assert_eq!(known.prefill_stall, None);
         assert!(close(known.gap_seconds, 0.03), "{known:?}");
