@@ -131,8 +131,8 @@ async fn describe(worker: &Worker) {
         }
     };
     let server_info = async {
-        // The newer name first: the older one is a burden for an engine that has both.
-        match ask("/server_info").await {
+        // The newer name first: the older one is a burden for an engine that has both. As text, vLLM tells less.
+        match ask("/server_info?config_format=json").await {
             None => ask("/get_server_info").await,
             info => info,
         }

@@ -91,7 +91,8 @@ async fn answer_all(mut stream: TcpStream, said: Arc<Mutex<Said>>) {
             head.push(byte);
         }
         let text = String::from_utf8(std::mem::take(&mut head)).unwrap();
-        let path = text.split(' ').nth(1).unwrap().to_owned();
+        let target = text.split(' ').nth(1).unwrap();
+        let path = target.split('?').next().unwrap().to_owned();
         let (found, is_silent, pieces) = {
             let mut said = said.lock();
             said.asked.push((path.clone(), Instant::now()));

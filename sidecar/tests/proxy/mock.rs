@@ -176,7 +176,7 @@ async fn serve(mut stream: TcpStream, state: Arc<State>) {
 const DESCRIPTION: [&str; 4] = [
     "/version",
     "/kv_event_sources",
-    "/server_info",
+    "/server_info?config_format=json",
     "/get_server_info",
 ];
 
