@@ -248,8 +248,12 @@ impl Sending {
             Err(_) => return Err(self.lost(Failure::Failed, "did not answer in time")),
         };
         let (parts, body) = response.into_parts();
-        self.told()
-            .responded(Verdict::of(parts.status), Instant::now());
+        let verdict = match Verdict::of(parts.status) {
+            // So it answers as well when it is the other worker that cannot be fetched from.
+            Verdict::Failure if self.once => Verdict::Neutral,
+            verdict => verdict,
+        };
+        self.told().responded(verdict, Instant::now());
         if parts.status.is_success() {
             return Ok((parts, body));
         }
