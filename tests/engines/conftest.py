@@ -5,18 +5,27 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import pytest
-from harness import Engine
+from harness import Connector, Engine
+from pair import Lane, Pair
 from prompts import Prompts
 from router import Router
 
 
 class Fleet:
-    """The engines of a run: two that publish events, and one that was started without them."""
+    """The engines of a run: two that publish events, and one that was started without them.
 
-    def __init__(self) -> None:
+    With them a pair that hands over, for which the silent one decodes as well. Only those are started that a test of the
+    run asks for.
+    """
+
+    def __init__(self, asked: set[str]) -> None:
         self.w1 = Engine("w1")
         self.w2 = Engine("w2")
-        self.silent = Engine("w3", events=False)
+        self.silent = Engine("w3", events=False, connector=Connector("decode", load_failure_policy="recompute"))
+        prefill, decode = (Engine(role, connector=Connector(role)) for role in ("prefill", "decode"))
+        self.handing_over = Pair(prefill, decode, self.silent)
+        both = self.all if "fleet" in asked else []
+        self.started = list(dict.fromkeys([*both, *(self.handing_over.all if "pair" in asked else [])]))
 
     @property
     def all(self) -> list[Engine]:
@@ -28,16 +37,16 @@ class Fleet:
 
 
 @pytest.fixture(scope="session")
-def started_fleet() -> Iterator[Fleet]:
-    fleet = Fleet()
+def started_fleet(request: pytest.FixtureRequest) -> Iterator[Fleet]:
+    fleet = Fleet({name for item in request.session.items for name in getattr(item, "fixturenames", ())})
     try:
-        for engine in fleet.all:
+        for engine in fleet.started:
             engine.launch()
-        for engine in fleet.all:
+        for engine in fleet.started:
             engine.wait_ready()
         yield fleet
     finally:
-        for engine in fleet.all:
+        for engine in fleet.started:
             engine.stop()
 
 
@@ -47,6 +56,21 @@ def fleet(started_fleet: Fleet) -> Fleet:
     for engine in started_fleet.all:
         engine.reset()
     return started_fleet
+
+
+@pytest.fixture
+def pair(started_fleet: Fleet) -> Pair:
+    """The engines that hand over, all of them alive."""
+    started_fleet.handing_over.make_whole()
+    return started_fleet.handing_over
+
+
+@pytest.fixture
+def lane(pair: Pair) -> Iterator[Lane]:
+    """A router that splits, and has nothing open when the test ends."""
+    with Lane(pair.prefill, pair.decode) as lane:
+        yield lane
+        lane.wait_clean()
 
 
 @pytest.fixture

