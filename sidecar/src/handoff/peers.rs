@@ -92,6 +92,8 @@ const LOOK_EVERY: Duration = Duration::from_millis(100);
 const GRACE: Duration = Duration::from_secs(5);
 /// Time that one question is given.
 const PATIENCE: Duration = Duration::from_secs(2);
+/// vLLM tells its connector in this form alone; SGLang knows one form.
+const SERVER_INFO: &str = "/server_info?config_format=json";
 /// A server's own description of itself may be long.
 const MAX_ANSWER: usize = 1 << 20;
 
@@ -196,7 +198,7 @@ impl Shared {
             tokio::time::sleep(LOOK_EVERY).await;
             return;
         };
-        let info = get(&worker, "/server_info").await.flatten();
+        let info = get(&worker, SERVER_INFO).await.flatten();
         let info = info.unwrap_or(Value::Null);
         let port = info
             .get("disaggregation_bootstrap_port")
