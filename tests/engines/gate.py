@@ -70,7 +70,7 @@ class Gate:
                     passage.passes.set()
 
     def at_the_first_event(self, act: Callable[[], None]) -> None:
-        """Acts when the next stream begins to speak, before any of it passes."""
+        """Acts when the next stream of a second leg begins to speak, before any of it passes."""
         self._first_event = act
 
     def wait_for(self, what: str, wanted: Callable[[Passage], bool]) -> Passage:
@@ -106,7 +106,7 @@ class Gate:
             engine.sendall(passage.towards_engine())
             threading.Thread(target=notice_leaving, args=(client, engine), daemon=True).start()
             while piece := engine.recv(65536):
-                if self._first_event and b"data: " in piece:
+                if self._first_event and passage.parameters and b"data: " in piece:
                     act, self._first_event = self._first_event, None
                     act()
                 client.sendall(piece)

@@ -72,6 +72,7 @@ class Lane:
 
     def __enter__(self) -> Lane:
         self.router.start()
+        self.router.wait_introduced()
         # It cannot be split itself: its prompt lies within a list.
         self._sleeper = self.send(COMPLETIONS, request(COMPLETIONS, [[40, 41]], user=SLEEPER))  # type: ignore[list-item]
         self.gate.wait_for("the sleeper is held", lambda passage: passage.body.get("user") == SLEEPER)

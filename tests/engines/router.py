@@ -232,6 +232,15 @@ class Router:
         assert answer.status == 200, answer
         return answer.json["handoff"]
 
+    def wait_introduced(self) -> None:
+        """Waits until all engines have said what they hand over with: before, nothing is split."""
+
+        def introduced() -> bool:
+            told = [worker["told"]["connector"] for worker in self.handoff_report()["workers"]]
+            return told == ["nixl"] * len(self._engines)
+
+        wait_until("every engine has told its connector", introduced, seconds=60)
+
     def metrics(self) -> str:
         answer = self.admin.get("/metrics")
         assert answer.status == 200, answer
