@@ -42,7 +42,7 @@ class Gate:
         self.passed: list[Passage] = []
         self._engine = engine
         self._holds: list[Callable[[Passage], bool]] = []
-        self._first_event: Callable[[], None] | None = None
+        self._stops = False
         self._server = socket.create_server(("127.0.0.1", self.port))
         self._over = False
         threading.Thread(target=self._accept, daemon=True).start()
@@ -69,9 +69,12 @@ class Gate:
                 if holds(passage):
                     passage.passes.set()
 
-    def at_the_first_event(self, act: Callable[[], None]) -> None:
-        """Acts when the next stream of a second leg begins to speak, before any of it passes."""
-        self._first_event = act
+    def stop_at_the_first_event(self) -> None:
+        """Freezes the engine at the first event of the next stream that is a second leg.
+
+        Until then it is slowed down: on a busy machine the whole stream may be there before its first event is sent.
+        """
+        self._stops = True
 
     def wait_for(self, what: str, wanted: Callable[[Passage], bool]) -> Passage:
         """Waits until such a request is there."""
@@ -105,10 +108,15 @@ class Gate:
             engine.settimeout(None)
             engine.sendall(passage.towards_engine())
             threading.Thread(target=notice_leaving, args=(client, engine), daemon=True).start()
+            stops, self._stops = self._stops and bool(passage.parameters), self._stops and not passage.parameters
+            spoken = threading.Event()
+            slow = threading.Thread(target=self._engine.slow_motion, args=(spoken,), daemon=True)
+            if stops:
+                slow.start()
             while piece := engine.recv(65536):
-                if self._first_event and passage.parameters and b"data: " in piece:
-                    act, self._first_event = self._first_event, None
-                    act()
+                if stops and b"data: " in piece and not spoken.is_set():
+                    spoken.set()
+                    slow.join()
                 client.sendall(piece)
 
 

@@ -15,6 +15,7 @@ import re
 import signal
 import socket
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator
 
@@ -112,16 +113,16 @@ class Process:
         self._child.wait(10)
         self._group_file.unlink(missing_ok=True)
 
-    def send(self, title: str, signum: int) -> None:
-        """Signals the processes of the group that have this title."""
-        signalled = 0
+    def members(self, title: str) -> list[int]:
+        """Returns the processes of the group that have this title."""
+        found = []
         for stat in pathlib.Path("/proc").glob("[0-9]*/stat"):
             with contextlib.suppress(OSError):
                 group = int(stat.read_text().rpartition(")")[2].split()[2])
                 if group == self._child.pid and title in (stat.parent / "cmdline").read_text():
-                    os.kill(int(stat.parent.name), signum)
-                    signalled += 1
-        assert signalled, f"{self.name} has no process {title}"
+                    found.append(int(stat.parent.name))
+        assert found, f"{self.name} has no process {title}"
+        return found
 
     def stop(self, signum: int = signal.SIGTERM, seconds: float = 20) -> int | None:
         """Signals the leader, waits for it, then kills whatever is left of the group."""
@@ -254,15 +255,26 @@ class Engine:
 
     def freeze(self) -> None:
         """Stops the process that computes; the one that takes requests goes on."""
-        assert self.process is not None
         self.frozen = True
-        self.process.send("VLLM::Worker", signal.SIGSTOP)
+        self._signal_worker(signal.SIGSTOP)
 
     def thaw(self) -> None:
         """Lets it go on."""
-        assert self.process is not None
-        self.process.send("VLLM::Worker", signal.SIGCONT)
+        self._signal_worker(signal.SIGCONT)
         self.frozen = False
+
+    def slow_motion(self, over: threading.Event) -> None:
+        """Lets it compute a tenth of the time until `over` is set, and leaves it frozen."""
+        while not over.is_set():
+            self.thaw()
+            time.sleep(0.005)
+            self.freeze()
+            over.wait(0.05)
+
+    def _signal_worker(self, signum: int) -> None:
+        assert self.process is not None
+        for process in self.process.members("VLLM::Worker"):
+            os.kill(process, signum)
 
     def reset(self) -> None:
         """Empties the prefix cache and makes the engine say so: vLLM publishes the clear with its next step only."""

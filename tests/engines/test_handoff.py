@@ -133,8 +133,7 @@ def test_a_client_that_leaves_between_the_legs_or_within_its_stream_leaves_nothi
     before = pair.decode.counters().generated_tokens
     limit = 400
     body = request(COMPLETIONS, prompts.tokens(PROMPT_TOKENS), tokens=limit, stream=True)
-    # On a busy machine the whole stream might be there before the client leaves.
-    lane.gate.at_the_first_event(pair.decode.freeze)
+    lane.gate.stop_at_the_first_event()
     with contextlib.closing(lane.router.http.stream(COMPLETIONS, body)) as pieces:
         next(pieces)
     lane.wait_clean()
@@ -217,7 +216,7 @@ def test_a_decode_engine_killed_within_a_stream_ends_it_with_one_error(
     lane: Lane, pair: Pair, prompts: Prompts
 ) -> None:
     body = request(COMPLETIONS, prompts.tokens(PROMPT_TOKENS), tokens=400, stream=True)
-    lane.gate.at_the_first_event(pair.decode.freeze)
+    lane.gate.stop_at_the_first_event()
     with contextlib.closing(lane.router.http.stream(COMPLETIONS, body, timeout=120)) as pieces:
         received = next(pieces)
         pair.decode.kill()
