@@ -270,6 +270,11 @@ impl Snapshot {
             each(&|source| float(source.refused.len())),
         )?;
         out.gauges(
+            "pool_skipped",
+            "Things that a source sees and that are no workers, or not all that they could be",
+            each(&|source| float(source.skipped.len())),
+        )?;
+        out.gauges(
             "pool_source_failing",
             "1 while a source cannot tell which workers there are",
             each(&|source| flag(source.error.is_some())),

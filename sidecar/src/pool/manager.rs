@@ -119,6 +119,9 @@ pub struct SourceReport {
     pub error: Option<String>,
     /// Workers that it lists and that cannot be added, and why.
     pub refused: BTreeMap<String, String>,
+    /// What it sees and does not list, or not as it could, and why.
+    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
+    pub skipped: BTreeMap<String, String>,
     /// Workers that it lists and an operator removed.
     pub dismissed: Vec<String>,
 }
@@ -255,6 +258,7 @@ impl Manager {
                 listed: source.sightings.len(),
                 members: members.filter(|entry| entry.source.0 == index).count(),
                 error: source.report.problem(),
+                skipped: source.report.all_skipped(),
                 refused: refused
                     .map(|(id, why)| (id.to_string(), why.clone()))
                     .collect(),

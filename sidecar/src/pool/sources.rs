@@ -1,5 +1,6 @@
 //! The sources of workers: what each publishes, and how it says that it cannot.
 
+use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::Arc;
 
@@ -79,6 +80,7 @@ pub struct Feed {
 pub struct Report {
     source: Arc<str>,
     problem: Arc<Mutex<Option<String>>>,
+    skipped: Arc<Mutex<BTreeMap<String, String>>>,
 }
 
 impl Report {
@@ -86,6 +88,7 @@ impl Report {
         Self {
             source,
             problem: Arc::default(),
+            skipped: Arc::default(),
         }
     }
 
@@ -108,6 +111,17 @@ impl Report {
         if self.problem.lock().take().is_some() {
             info!(source = &*self.source, "a source of workers is back");
         }
+    }
+
+    /// Says what of that which the source sees is no worker, or not all that it could be, and why.
+    pub fn skipped(&self, skipped: BTreeMap<String, String>) {
+        *self.skipped.lock() = skipped;
+    }
+
+    /// Returns what of that which the source sees is no worker, or not all that it could be, and why.
+    #[must_use]
+    pub fn all_skipped(&self) -> BTreeMap<String, String> {
+        self.skipped.lock().clone()
     }
 
     /// Returns why the source cannot tell what there is.
