@@ -7,6 +7,7 @@ use kvlane::{BlockSize, Role};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
+use super::kubernetes::{self, KubernetesSettings};
 use super::{Config, WorkerConfig};
 use crate::net::HostPort;
 
@@ -23,6 +24,9 @@ pub struct DiscoverySettings {
     /// Names whose addresses are workers (feature `dns`).
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub dns: Vec<DnsSettings>,
+    /// Workers that a Kubernetes API server tells of (feature `kubernetes`).
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub kubernetes: Vec<KubernetesSettings>,
 }
 
 impl Default for DiscoverySettings {
@@ -31,6 +35,7 @@ impl Default for DiscoverySettings {
             file: None,
             file_interval_seconds: 2.0,
             dns: Vec::new(),
+            kubernetes: Vec::new(),
         }
     }
 }
@@ -119,7 +124,7 @@ impl DiscoverySettings {
         if !self.dns.is_empty() && !cfg!(feature = "dns") {
             return Err("dns: this program was built without the feature dns".to_owned());
         }
-        Ok(())
+        kubernetes::validate(&self.kubernetes)
     }
 }
 

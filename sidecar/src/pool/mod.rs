@@ -12,4 +12,5 @@ pub mod planner;
 pub mod process;
 pub mod rebalance;
 pub mod roster;
+pub mod scale;
 pub mod sources;

@@ -36,6 +36,8 @@ pub fn start(app: &Arc<App>) -> Result<(), ConfigError> {
             super::discovery::dns::follow(settings, feed)
         });
     }
+    #[cfg(feature = "kubernetes")]
+    super::discovery::kubernetes::start(app, &discovery.kubernetes);
     Ok(())
 }
 

@@ -4,3 +4,5 @@
 #[cfg(feature = "dns")]
 pub mod dns;
 pub mod file;
+#[cfg(feature = "kubernetes")]
+pub mod kubernetes;
