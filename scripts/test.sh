@@ -12,7 +12,7 @@
 #   FUZZ_SECONDS    seconds for each fuzz target (10)
 . "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 
-steps=(format lint core loom workspace dns benches docs python node node-gateways fuzz scenarios gateways nixl engines)
+steps=(format lint core loom workspace dns kubernetes benches docs python node node-gateways fuzz scenarios gateways nixl engines)
 logs=$target/test-logs
 step_names=() step_seconds=() step_counts=()
 passed=0 failed=0 skipped=0
@@ -71,6 +71,16 @@ step_dns() {
   cargo clippy -p kvlane-sidecar --features dns --all-targets -- -D warnings
   cargo test -p kvlane-sidecar --features dns --lib dns
   cargo test -p kvlane-sidecar --features dns --test pool dns
+}
+
+# Discovery in Kubernetes, against API servers of our own and against kmock, which others wrote.
+step_kubernetes() {
+  need_venv kmock kmock==0.8
+  KVLANE_KMOCK_PYTHON=$venv/bin/python
+  export KVLANE_KMOCK_PYTHON
+  cargo clippy -p kvlane-sidecar --features kubernetes --all-targets -- -D warnings
+  cargo test -p kvlane-sidecar --features kubernetes --lib kubernetes
+  cargo test -p kvlane-sidecar --features kubernetes --test kubernetes -- --include-ignored
 }
 
 # Without the peers: that the workload and the comparison do what they say.
