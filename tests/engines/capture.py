@@ -12,6 +12,7 @@ import pathlib
 import re
 import shutil
 
+from capture_handoff import capture_handoff
 from chats import KINDS
 from client import Answer
 from harness import MODEL, MODEL_DIR, Engine
@@ -42,6 +43,7 @@ def main() -> None:
         capture(engine, folder)
     finally:
         engine.stop()
+    (folder / "handoff.json").write_text(capture_handoff(), encoding="utf-8")
     print(f"wrote {folder}")
 
 

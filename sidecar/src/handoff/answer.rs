@@ -189,6 +189,7 @@ fn corrected(line: &[u8], cached: Option<u64>) -> Option<Vec<u8>> {
 
 #[cfg(test)]
 mod tests {
+    use super::super::recorded;
     use super::*;
 
     const STREAM: &str = concat!(
@@ -212,6 +213,24 @@ mod tests {
         }
         corrector.finish(&mut out);
         String::from_utf8(out).unwrap()
+    }
+
+    #[test]
+    fn recorded_answers_are_read_and_corrected() {
+        let places = [
+            "/prompt_tokens_details/cached_tokens",
+            "/input_tokens_details/cached_tokens",
+            "/cache_read_input_tokens",
+        ];
+        for mut case in recorded() {
+            assert_eq!(prefill_cached_tokens(&case["prefill_answer"]), Some(0));
+            let answer = &mut case["decode_answer"];
+            assert!(correct_answer(answer, Some(7)), "{answer}");
+            let mut found = places
+                .iter()
+                .filter_map(|place| answer["usage"].pointer(place));
+            assert_eq!(found.next(), Some(&json!(7)), "{answer}");
+        }
     }
 
     #[test]

@@ -92,3 +92,10 @@ pub trait Protocol: std::fmt::Debug + Send + Sync {
 pub fn collecting(endpoint: Endpoint, leg: &mut Leg) {
     leg::end_after_one_token(leg::Dialect::Vllm, endpoint, &mut leg.body);
 }
+
+/// What a pair of vLLM 0.32.0 was asked and answered, one API after the other.
+#[cfg(test)]
+fn recorded() -> Vec<Value> {
+    let text = include_str!("../../../tests/fixtures/vllm-0.32.0/handoff.json");
+    serde_json::from_str(text).expect("the recording is JSON")
+}

@@ -111,6 +111,7 @@ fn is_complete(parameters: &Value) -> bool {
 
 #[cfg(test)]
 mod tests {
+    use super::super::recorded;
     use super::*;
 
     fn context() -> LegContext<'static> {
@@ -168,6 +169,23 @@ mod tests {
         expected["kv_transfer_params"] = parameters;
         assert_eq!(leg.body, expected);
         assert_eq!(leg.headers, []);
+    }
+
+    #[test]
+    fn both_legs_are_those_that_a_real_pair_served() {
+        let context = LegContext {
+            prefill_rank: (0, 1),
+            ..context()
+        };
+        for mut case in recorded() {
+            let endpoint = Endpoint::of(case["path"].as_str().unwrap());
+            let leg = nixl().prefill(endpoint, &case["request"], None, &context);
+            assert_eq!(leg.body, case["prefill_leg"]);
+            let ticket = nixl().handed_over(&mut case["prefill_answer"], Instant::now());
+            let request = case["request"].clone();
+            let leg = nixl().decode(request, ticket.unwrap(), &context, Instant::now());
+            assert_eq!(leg.unwrap().body, case["decode_leg"]);
+        }
     }
 
     #[test]

@@ -128,6 +128,7 @@ fn is_role_alone(choice: &Value) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::handoff::recorded;
 
     const ERROR: &str = r#"data: {"error": {"message": "Internal server error", "type": "InternalServerError", "param": null, "code": 500}}"#;
 
@@ -161,6 +162,20 @@ mod tests {
             open(response),
             (Opened::Failed(r#"{"code":"x"}"#.to_owned()), 2)
         );
+    }
+
+    #[test]
+    fn recorded_streams_open_or_fail() {
+        for case in recorded() {
+            let text = |name: &str| Bytes::from(case[name].as_str().unwrap().to_owned());
+            assert_eq!(Opening::default().feed(&text("decode_stream")), Opened::Yes);
+            let failed = Opening::default().feed(&text("failed_stream"));
+            match case["path"].as_str() {
+                // It breaks off there.
+                Some("/v1/responses") => assert_eq!(failed, Opened::No),
+                _ => assert!(matches!(failed, Opened::Failed(_)), "{failed:?}"),
+            }
+        }
     }
 
     #[test]
