@@ -153,6 +153,18 @@ impl WorkerConfig {
         Self::from_fields(&fields)
     }
 
+    /// Gives it a role and ranks, where they are known: what is given stands, if only the default, and is not learned.
+    pub fn give(&mut self, role: Option<Role>, dp_ranks: Option<u32>) {
+        if let Some(role) = role {
+            self.role = role;
+            self.said.role = true;
+        }
+        if let Some(dp_ranks) = dp_ranks {
+            self.dp_ranks = dp_ranks;
+            self.said.dp_ranks = true;
+        }
+    }
+
     /// Tells whether its role was given, and is not only the default that the engine's own word replaces.
     #[must_use]
     pub fn says_role(&self) -> bool {

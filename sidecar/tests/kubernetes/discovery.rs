@@ -190,6 +190,8 @@ async fn what_a_pod_says_of_itself_is_believed_or_named() {
     assert_eq!(worker.replay.as_deref(), Some("tcp://10.0.0.1:6001"));
     assert_eq!(worker.topic.as_deref(), Some("kv"));
     assert_eq!(sightings[1].worker.events, None);
+    // What is not said is left to be learned from the engine.
+    assert!(worker.says_role() && !sightings[1].worker.says_role());
     assert_eq!(sightings[3].worker.role, Role::Decode);
     let problems = world.status().problems;
     for (name, words) in [
@@ -228,6 +230,8 @@ async fn what_a_pod_says_of_itself_is_believed_or_named() {
     world
         .until("the corrected pod", || world.members().len() == 5)
         .await;
+    let said = world.sightings();
+    assert!(said[1].worker.says_role() && said[1].worker.role == Role::Both);
     assert_eq!(world.status().problems.len(), 3);
 }
 

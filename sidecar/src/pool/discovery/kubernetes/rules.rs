@@ -20,9 +20,9 @@ pub(super) struct Rules {
     pub(super) events_port: Option<PortRef>,
     pub(super) replay_port: Option<PortRef>,
     topic: Option<String>,
-    role: Role,
+    role: Option<Role>,
     role_label: Option<String>,
-    dp_ranks: u32,
+    dp_ranks: Option<u32>,
     pub(super) family: Option<AddressFamily>,
     /// Names are preceded by the namespace, because several namespaces are followed.
     pub(super) is_qualified: bool,
@@ -87,9 +87,9 @@ impl Rules {
             events_port: settings.events_port.clone(),
             replay_port: settings.replay_port.clone(),
             topic: settings.topic.clone(),
-            role: settings.role.unwrap_or_default(),
+            role: settings.role,
             role_label: settings.role_label.clone(),
-            dp_ranks: settings.dp_ranks.unwrap_or(1),
+            dp_ranks: settings.dp_ranks,
             family: settings.address_family,
             is_qualified: is_qualified || settings.namespace.as_deref() == Some("*"),
         }
@@ -148,8 +148,7 @@ impl Rules {
         let name = self.name_of(endpoint.key, (self.ports.len() > 1).then_some(port));
         let url = format!("http://{}", HostPort::new(endpoint.host, port));
         let mut worker = WorkerConfig::new(&name, &url)?;
-        worker.role = self.role_of(endpoint)?;
-        worker.dp_ranks = self.ranks_of(endpoint)?;
+        worker.give(self.role_of(endpoint)?, self.ranks_of(endpoint)?);
         worker.labels = endpoint.labels.clone();
         let mut side_port = |key: &str, configured: &Option<PortRef>| {
             self.side_port(endpoint, key, configured.as_ref(), index)
@@ -180,7 +179,7 @@ impl Rules {
         name
     }
 
-    fn role_of(&self, endpoint: &Endpoint<'_>) -> Result<Role, String> {
+    fn role_of(&self, endpoint: &Endpoint<'_>) -> Result<Option<Role>, String> {
         let own = self.role_label.as_deref();
         for key in own
             .into_iter()
@@ -192,10 +191,10 @@ impl Rules {
                 .or_else(|| endpoint.labels.get(key));
             let Some(value) = value else { continue };
             return match value.as_str() {
-                "prefill" => Ok(Role::Prefill),
-                "decode" => Ok(Role::Decode),
+                "prefill" => Ok(Some(Role::Prefill)),
+                "decode" => Ok(Some(Role::Decode)),
                 // llm-d's names of a worker that does both; one that also encodes media does so for itself.
-                "both" | "prefill-decode" | "encode-prefill-decode" => Ok(Role::Both),
+                "both" | "prefill-decode" | "encode-prefill-decode" => Ok(Some(Role::Both)),
                 _ => Err(format!(
                     "{key} is {value:?}; accepted: prefill, decode, both, prefill-decode or encode-prefill-decode"
                 )),
@@ -204,13 +203,14 @@ impl Rules {
         Ok(self.role)
     }
 
-    fn ranks_of(&self, endpoint: &Endpoint<'_>) -> Result<u32, String> {
+    fn ranks_of(&self, endpoint: &Endpoint<'_>) -> Result<Option<u32>, String> {
         let Some(text) = endpoint.annotations.get(annotation::DP_RANKS) else {
             return Ok(self.dp_ranks);
         };
         let ranks = text.parse::<u32>().ok();
         ranks
             .filter(|ranks| (1..=WorkerSpec::MAX_DP_RANKS).contains(ranks))
+            .map(Some)
             .ok_or_else(|| {
                 format!(
                     "{} is {text:?}; accepted: 1 to 1,024 ranks",
