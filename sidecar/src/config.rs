@@ -26,7 +26,7 @@ pub(crate) use file::parse_workers;
 pub use flags::ServeArgs;
 pub use handoff::HandoffSettings;
 pub use kubernetes::{AddressFamily, KubernetesSettings, PortRef, Selection};
-pub use planner::PlannerSettings;
+pub use planner::{PlannerSettings, ScaleRule};
 pub use processes::{CudaVersion, Gpus, ProcessTemplate, RestartSettings, StrayPolicy};
 pub use worker::WorkerConfig;
 

@@ -152,7 +152,8 @@ pub async fn start(mut config: Config) -> Result<ServeHandle, StartError> {
     sources::start(&app).map_err(StartError::Config)?;
     let processes = sources::start_processes(&app).await;
     processes.map_err(StartError::Config)?;
-    rebalance::start(&app);
+    let balance = rebalance::start(&app).await;
+    balance.map_err(StartError::Config)?;
     let handle = ServeHandle {
         proxy_addr: address_of(&proxy_listener, &config.listen, "listen")?,
         admin_addr: address_of(&admin_listener, &config.admin, "admin")?,

@@ -5,6 +5,7 @@
 //! the metric `kvlane_pool_desired_workers`, such as a horizontal autoscaler.
 
 mod sample;
+mod scale;
 
 use std::collections::{BTreeMap, VecDeque};
 use std::fmt;
@@ -23,9 +24,10 @@ use super::planner::{
 };
 use super::process::Processes;
 use crate::app::App;
-use crate::config::{PlannerSettings, seconds};
+use crate::config::{ConfigError, PlannerSettings, seconds};
 
 pub use sample::{FLIPPABLE, Sampler, Seen};
+pub use scale::ScaleLever;
 
 /// What starts and stops workers of some roles.
 pub trait Lever: Send + Sync + fmt::Debug {
@@ -38,6 +40,11 @@ pub trait Lever: Send + Sync + fmt::Debug {
     /// Returns the workers that it is about to bring, whether or not the pool knows of them yet.
     fn coming(&self) -> Vec<(WorkerId, Role)> {
         Vec::new()
+    }
+
+    /// Tells whether it chooses by itself which worker it stops.
+    fn chooses(&self) -> bool {
+        false
     }
 
     /// Starts workers.
@@ -95,18 +102,47 @@ const KEPT_ACTIONS: usize = 32;
 const LOOK: Duration = Duration::from_millis(250);
 
 /// Starts balancing the pool, if the configuration asks for it.
-pub fn start(app: &Arc<App>) {
+///
+/// # Errors
+/// The cluster whose workloads are to be scaled is not known.
+pub async fn start(app: &Arc<App>) -> Result<(), ConfigError> {
     let Some(settings) = &app.config.planner else {
-        return;
+        return Ok(());
     };
     let mut levers: Vec<Arc<dyn Lever>> = Vec::new();
     if let Some(processes) = app.processes.get() {
         levers.push(Arc::<Processes>::clone(processes));
     }
+    levers.extend(scale_lever(app, settings).await?);
     let rebalancer = Arc::new(Rebalancer::new(settings.clone(), levers));
     if app.rebalancer.set(Arc::clone(&rebalancer)).is_ok() {
         app.spawn(rebalancer.run(Arc::clone(app)));
     }
+    Ok(())
+}
+
+/// Finds the cluster of the workloads: that of the first Kubernetes source, or the one that every client finds.
+#[cfg(feature = "kubernetes")]
+async fn scale_lever(
+    app: &App,
+    settings: &PlannerSettings,
+) -> Result<Option<Arc<dyn Lever>>, ConfigError> {
+    use super::discovery::kubernetes::{Cluster, KubernetesScaler};
+    if settings.scale.is_empty() {
+        return Ok(None);
+    }
+    let of = app.config.discovery.kubernetes.first().cloned();
+    let cluster = Cluster::find(&of.unwrap_or_default()).await;
+    let cluster = cluster.map_err(|why| ConfigError(format!("planner.scale: {why}")))?;
+    let scaler = Arc::new(KubernetesScaler::new(cluster, false));
+    let lever = ScaleLever::new(scaler, settings.scale.clone());
+    Ok(Some(Arc::new(lever)))
+}
+
+/// Refused when the configuration was read.
+#[cfg(not(feature = "kubernetes"))]
+async fn scale_lever(_: &App, _: &PlannerSettings) -> Result<Option<Arc<dyn Lever>>, ConfigError> {
+    Ok(None)
 }
 
 impl Rebalancer {
@@ -239,7 +275,11 @@ impl Rebalancer {
             Proposal::Stop { worker, role } => {
                 let worker = worker.as_str();
                 let lever = self.lever(*role, |lever| lever.stops(*role, worker))?;
-                stop(app, Arc::clone(lever), worker, *role)
+                if lever.chooses() {
+                    lever.stop(*role, worker).await
+                } else {
+                    stop(app, Arc::clone(lever), worker, *role)
+                }
             }
         }
     }
