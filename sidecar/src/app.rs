@@ -243,6 +243,11 @@ impl App {
     /// # Errors
     /// It is unknown.
     pub fn set_role(&self, id: &str, role: Role) -> kvlane::Result<()> {
+        // Not while the worker begins anew: the next life would not know.
+        self.pool.hold(|| self.change_role(id, role))
+    }
+
+    fn change_role(&self, id: &str, role: Role) -> kvlane::Result<()> {
         let worker = self.fleet.worker(id)?;
         if worker.set_role(role) {
             info!(worker = id, role = role.name(), "role changed");
@@ -397,7 +402,7 @@ impl Hands for App {
 
     fn set_role(&self, id: &WorkerId, role: Role) {
         // Members change under the manager's lock alone, so it is there.
-        let _ = Self::set_role(self, id.as_str(), role);
+        let _ = self.change_role(id.as_str(), role);
     }
 
     fn set_labels(&self, id: &WorkerId, labels: BTreeMap<String, String>) {

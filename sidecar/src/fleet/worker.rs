@@ -378,7 +378,10 @@ impl Worker {
         epoch: Epoch,
         parts: (&Config, &Arc<Router>, &Metrics),
     ) -> Self {
-        let member = self.standing.lock().member.reborn(epoch);
+        let (member, is_role_asked) = {
+            let standing = self.standing.lock();
+            (standing.member.reborn(epoch), standing.is_role_asked)
+        };
         let sighting = Sighting {
             worker: config,
             instance: self.instance.clone(),
@@ -388,6 +391,7 @@ impl Worker {
         let next = Self::new(sighting, self.told.clone(), source, member, parts);
         // It is the same process, of which all of this was learned.
         *next.description.write() = Arc::clone(&self.description.read());
+        next.standing.lock().is_role_asked = is_role_asked;
         next
     }
 

@@ -117,7 +117,13 @@ async fn ranks_and_role_are_the_engines_and_an_operators_drain_outlives_the_chan
     .await;
     tokio::time::sleep(std::time::Duration::from_millis(600)).await;
     assert_eq!((member().role(), member().config.dp_ranks), (Role::Both, 2));
-    assert_eq!(member().epoch().0, after["epoch"].as_u64().unwrap());
+
+    // Nor is it forgotten when the worker begins anew.
+    stub.say_metrics(&ranks(3, 3));
+    eventually("three ranks", || member().config.dp_ranks == 3).await;
+    eventually("probed anew", || member().healthy() == Some(true)).await;
+    tokio::time::sleep(std::time::Duration::from_millis(600)).await;
+    assert_eq!(member().role(), Role::Both);
 }
 
 #[tokio::test]
