@@ -13,7 +13,9 @@ use tokio_util::task::TaskTracker;
 use super::args::{LinkArgs, LinkTransport};
 use super::failed;
 use super::region::pattern;
-use super::wire::{self, Ask, Hello, MOVE_LIMIT, PROTOCOL, STEP_LIMIT, VERSION, Welcome};
+use super::wire::{
+    self, Ask, Hello, MOVE_LIMIT, PROTOCOL, SESSION_LIMIT, STEP_LIMIT, VERSION, Welcome,
+};
 
 /// A bound listener.
 #[derive(Debug)]
@@ -36,6 +38,8 @@ struct Side {
 
 /// Connections at once: the streams of one measurement.
 const MAX_CONNECTIONS: usize = 80;
+/// Bytes of one write at most, which every connection has room for.
+const MAX_WRITE: usize = 1 << 20;
 /// Pause after a failed accept.
 const PAUSE: std::time::Duration = std::time::Duration::from_millis(50);
 
@@ -184,8 +188,8 @@ impl Side {
         let mut asked = false;
         loop {
             let mut first = [0];
-            // A peer may be silent for as long as a transfer of another stream takes.
-            let waiting = tokio::time::timeout(MOVE_LIMIT, stream.peek(&mut first)).await;
+            // A peer is silent while other cells are measured.
+            let waiting = tokio::time::timeout(SESSION_LIMIT, stream.peek(&mut first)).await;
             match waiting {
                 Ok(Ok(0)) => return Ok(!asked),
                 Ok(Ok(_)) => {}
@@ -202,13 +206,14 @@ impl Side {
                 )));
             }
             asked = true;
-            if bytes.len() < ask.piece.min(ask.bytes) {
-                bytes = pattern(0, ask.piece.min(ask.bytes));
+            let piece = ask.piece.min(ask.bytes).min(MAX_WRITE);
+            if bytes.len() < piece {
+                bytes = pattern(0, piece);
             }
             let writing = async {
                 let mut left = ask.bytes;
                 while left > 0 {
-                    let piece = ask.piece.min(left);
+                    let piece = piece.min(left);
                     stream.write_all(&bytes[..piece]).await?;
                     left -= piece;
                 }

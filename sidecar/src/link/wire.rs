@@ -21,6 +21,8 @@ pub(super) const VERSION: u32 = 1;
 pub(super) const STEP_LIMIT: Duration = Duration::from_secs(10);
 /// Time for one transfer.
 pub(super) const MOVE_LIMIT: Duration = Duration::from_secs(120);
+/// Time for one measurement, after which its connections are closed.
+pub(super) const SESSION_LIMIT: Duration = Duration::from_secs(3_600);
 /// Bound of a frame.
 const MAX_FRAME: usize = 1 << 16;
 

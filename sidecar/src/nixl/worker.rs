@@ -99,8 +99,9 @@ struct Flight {
     done: Done,
 }
 
-/// For how long the thread looks at transfers without a pause: most of a prompt's cache are over by then.
-const EAGER: Duration = Duration::from_millis(50);
+/// For how long the thread looks at a transfer without a pause, as NIXL's own loops do: looking is part of what moves it, and most
+/// prompts' caches have moved by then.
+const EAGER: Duration = Duration::from_millis(500);
 /// The pause between two looks after that, and for transfers that nobody waits for.
 const PAUSE: Duration = Duration::from_micros(50);
 const LONG_PAUSE: Duration = Duration::from_millis(5);
@@ -129,7 +130,7 @@ impl Worker {
             };
             match next {
                 Ok(work) => work(&mut self),
-                Err(TryRecvError::Empty) => std::thread::yield_now(),
+                Err(TryRecvError::Empty) => std::hint::spin_loop(),
                 Err(TryRecvError::Disconnected) => return,
             }
         }

@@ -102,14 +102,14 @@ impl Mover {
         };
         let landed = Arc::new(landed);
         let moving = self.read(source, content, placement, &list, &landed);
-        let bytes = tokio::select! {
+        let (bytes, arrived) = tokio::select! {
             moved = moving => moved?,
             // Its last word was the list: whatever is read now is that it is gone.
             _ = stream.read_u8() => return Err(io::Error::from(io::ErrorKind::ConnectionReset)),
         };
         let moved = Moved {
             bytes,
-            elapsed: began.elapsed(),
+            elapsed: arrived.saturating_duration_since(began),
             means: Means::Nixl,
         };
         if !self.check(content, list, &landed).await {
@@ -140,7 +140,7 @@ impl Mover {
         Ok(())
     }
 
-    /// Reads all blocks; returns their bytes.
+    /// Reads all blocks; returns their bytes and when the last was there.
     async fn read(
         &self,
         source: &Source,
@@ -148,7 +148,7 @@ impl Mover {
         placement: Placement,
         list: &[(BlockId, u64)],
         landed: &Arc<Landed>,
-    ) -> io::Result<u64> {
+    ) -> io::Result<(u64, Instant)> {
         let parts: Vec<Part> = landed
             .offsets()
             .zip(list)
@@ -174,7 +174,7 @@ impl Mover {
             keep: Some(Arc::clone(landed) as _),
         };
         match self.agent.transfer(transfer).await {
-            Ok(_) => Ok(bytes),
+            Ok(timing) => Ok((bytes, timing.done)),
             Err(error) => {
                 // Its metadata may be that of a connection that broke; the next fetch brings it again.
                 self.known.lock().retain(|known| *known != source.engine_id);

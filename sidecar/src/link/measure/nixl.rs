@@ -7,12 +7,13 @@ use kvlane::Result;
 use parking_lot::Mutex;
 use tokio::io::AsyncReadExt;
 use tokio::net::TcpStream;
+use tokio::sync::Semaphore;
 
 use super::Plan;
 use crate::link::args::LinkArgs;
 use crate::link::failed;
 use crate::link::region::{pattern, pieces};
-use crate::link::wire::{self, MOVE_LIMIT, Offered, STEP_LIMIT, Welcome};
+use crate::link::wire::{self, MOVE_LIMIT, Offered, SESSION_LIMIT, STEP_LIMIT, Welcome};
 use crate::nixl::{Agent, Direction, Memory, Nixl, Part, Transfer};
 
 /// What a listener gives out.
@@ -22,6 +23,8 @@ pub(in crate::link) struct Holder {
     gpu: Option<u32>,
     /// What the last peer read; taken by the next that needs no more.
     kept: Mutex<Option<Kept>>,
+    /// Each measurement has memory of its own.
+    room: Semaphore,
 }
 
 #[derive(Debug)]
@@ -32,6 +35,8 @@ struct Kept {
     of: String,
 }
 
+/// Measurements at once.
+const MAX_MEASUREMENTS: usize = 2;
 /// Bytes of the pattern that are written at once.
 const CHUNK: usize = 1 << 20;
 
@@ -46,6 +51,7 @@ impl Holder {
             nixl,
             gpu: args.gpu,
             kept: Mutex::new(None),
+            room: Semaphore::new(MAX_MEASUREMENTS),
         })
     }
 
@@ -56,6 +62,12 @@ impl Holder {
         mut welcome: Welcome,
         bytes: usize,
     ) -> Result<bool> {
+        let Ok(_room) = self.room.try_acquire() else {
+            let reason = "other measurements are running".to_owned();
+            welcome.refused = Some(reason.clone());
+            wire::say(stream, &welcome).await?;
+            return Err(failed(reason));
+        };
         let fitting = |kept: &mut Kept| kept.memory.len() >= bytes;
         let kept = self.kept.lock().take_if(fitting);
         let prepared = match kept {
@@ -81,7 +93,7 @@ impl Holder {
         wire::say(stream, &welcome).await?;
         wire::say_bytes(stream, &metadata).await?;
         // It reads without our doing; a byte or its end says that it has finished.
-        let _ = stream.read_u8().await;
+        let _ = tokio::time::timeout(SESSION_LIMIT, stream.read_u8()).await;
         *self.kept.lock() = Some(kept);
         Ok(true)
     }
