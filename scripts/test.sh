@@ -151,7 +151,7 @@ step_nixl() {
   need_nixl
   # Optimised: hundreds of megabytes are written, moved and checked.
   cargo test --release -p kvlane-sidecar --test nixl
-  cargo check -p kvlane-sidecar --no-default-features
+  cargo clippy -p kvlane-sidecar --no-default-features -- -D warnings
 }
 
 step_engines() {

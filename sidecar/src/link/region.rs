@@ -14,6 +14,7 @@ pub(super) fn pattern(offset: usize, length: usize) -> Vec<u8> {
 
 /// Returns offset and length of each piece, in an order in which none follows its neighbour: a library that joins neighbours
 /// would move them as one.
+#[cfg(any(feature = "nixl", test))]
 pub(super) fn pieces(start: usize, bytes: usize, piece: usize) -> Vec<(usize, usize)> {
     let count = bytes.div_ceil(piece);
     let at = |index: usize| {

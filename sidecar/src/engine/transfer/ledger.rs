@@ -131,6 +131,10 @@ pub(super) struct Moving {
 
 impl Moving {
     /// Returns the numbers of its blocks.
+    #[cfg_attr(
+        not(feature = "nixl"),
+        expect(dead_code, reason = "only NIXL reads blocks where they lie")
+    )]
     pub(super) fn blocks(&self) -> &[BlockId] {
         &self.blocks
     }
