@@ -353,6 +353,7 @@ impl App {
             }
         }
         self.pool.tick(self, now);
+        self.proxy.sweep();
         for change in self.router.take_trust_changes() {
             let (worker, dp_rank) = (&change.target.worker, change.target.dp_rank);
             let cause = change.cause.as_deref().unwrap_or("");

@@ -133,6 +133,11 @@ impl HandoffPlanner {
         self.state.lock().workers.remove(worker);
     }
 
+    /// Forgets the workers that `keep` does not name: requests that end late teach of workers that are gone.
+    pub fn retain_workers(&self, keep: impl Fn(&WorkerRank) -> bool) {
+        self.state.lock().workers.retain(|worker, _| keep(worker));
+    }
+
     /// Forgets a link. Transfers that are open on it end without effect.
     pub fn remove_link(&self, link: &LinkId) {
         self.state.lock().links.remove(link);

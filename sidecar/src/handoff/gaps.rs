@@ -23,6 +23,11 @@ pub struct Gaps {
 }
 
 impl Gaps {
+    /// Forgets the workers that `keep` does not name; streams that they still have go on without effect.
+    pub fn retain(&self, keep: impl Fn(&WorkerRank) -> bool) {
+        self.ranks.write().retain(|rank, _| keep(rank));
+    }
+
     /// Creates an observer that teaches `planner`.
     #[must_use]
     pub fn new(planner: Arc<HandoffPlanner>) -> Self {

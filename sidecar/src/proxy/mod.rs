@@ -143,6 +143,13 @@ impl Proxy {
         splitter.map_or(serde_json::Value::Null, Splitter::report)
     }
 
+    /// Forgets what was learned of workers that are gone.
+    pub(crate) fn sweep(&self) {
+        if let Some(splitter) = &self.splitter {
+            splitter.sweep();
+        }
+    }
+
     /// Tells whether what splitting takes is known of the workers that were there at first.
     #[must_use]
     pub fn is_settled(&self) -> bool {

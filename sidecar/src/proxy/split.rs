@@ -348,6 +348,16 @@ impl Splitter {
         plans.push_back(plan);
     }
 
+    /// Forgets workers that are gone.
+    pub(super) fn sweep(&self) {
+        let members = self.fleet.members();
+        let is_there = |rank: &WorkerRank| members.find(rank.worker.as_str()).is_some();
+        self.planner.retain_workers(is_there);
+        if let Some(gaps) = self.driver.gaps() {
+            gaps.retain(is_there);
+        }
+    }
+
     /// Returns what is known of workers and links, and the last plans, the newest first.
     pub(super) fn report(&self) -> Value {
         let stats = self.planner.stats();

@@ -248,6 +248,18 @@ async fn speeds_are_learned_from_streams_that_one_worker_serves() {
     // The engine computes 22,646 tokens a second; the machine may be busy.
     let speed = known["tokens_per_second"].as_f64().unwrap();
     assert!((5_000.0..60_000.0).contains(&speed), "{report}");
+    served.sidecar.app().remove_worker("d").unwrap();
+    for _ in 0..1_000 {
+        let report = served.report().await;
+        if report["prefill"].as_array().is_some_and(Vec::is_empty) {
+            return;
+        }
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+    panic!(
+        "a worker that is gone is still known: {}",
+        served.report().await
+    );
 }
 
 #[tokio::test]
