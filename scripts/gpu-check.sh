@@ -109,9 +109,9 @@ check() {
 
 # Lets the loader find what the wheel takes from the system.
 libraries() {
-  local path=${LD_LIBRARY_PATH:-} file
+  local path=${LD_LIBRARY_PATH:-} file found
   for file in libcudart.so.13 libcudart.so.12; do
-    found=$(find / -xdev -name "$file" -not -path '/proc/*' 2>/dev/null | head -n 1)
+    found=$(find / -xdev -name "$file" -not -path '/proc/*' 2>/dev/null | head -n 1) || true
     [ -z "$found" ] || path+=:$(dirname "$found")
   done
   ldconfig -p | grep -q 'libssl\.so\.3 ' || path+=:$work/nixl/spare
@@ -130,7 +130,7 @@ measure() {
   [ "$to" = host ] || measuring=("$@")
   "$work/kvlane" link listen --bind 127.0.0.1:0 --transport nixl --once "${listening[@]}" >"$work/$name.log" 2>&1 &
   for _ in $(seq 100); do
-    address=$(sed -n 's/.*address=\([0-9.:]*\).*/\1/p' "$work/$name.log" | tail -n 1)
+    address=$(sed -n 's/.*address=\([0-9.:]*\).*/\1/p' "$work/$name.log" 2>/dev/null | tail -n 1) || true
     [ -z "$address" ] || break
     sleep 0.1
   done

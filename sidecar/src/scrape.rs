@@ -54,8 +54,8 @@ async fn probe_loop(worker: &Arc<Worker>, fleet: &Fleet, interval: Duration) {
                 worker.metrics.health_failures.inc();
                 worker.probed(&Probe::Unwell(format!("/health answered {status}")));
             }
-            Err(FetchError::Timeout) if progress != before => timeouts = 0,
-            Err(FetchError::Timeout) => {
+            Err(error) if !is_refused(&error) && progress != before => timeouts = 0,
+            Err(FetchError::Timeout | FetchError::Transport(UpstreamError::Slow(_))) => {
                 timeouts += 1;
                 worker.metrics.health_failures.inc();
                 if timeouts >= TIMEOUTS_UNTIL_DOWN {
@@ -64,8 +64,7 @@ async fn probe_loop(worker: &Arc<Worker>, fleet: &Fleet, interval: Duration) {
             }
             Err(error) => {
                 worker.metrics.health_failures.inc();
-                if matches!(error, FetchError::Transport(UpstreamError::Connect(_))) && was_healthy
-                {
+                if is_refused(&error) && was_healthy {
                     worker.process_ended();
                 }
                 worker.probed(&Probe::Gone(format!("/health: {error}")));
@@ -88,6 +87,11 @@ async fn probe_loop(worker: &Arc<Worker>, fleet: &Fleet, interval: Duration) {
         };
         tokio::time::sleep(jittered(pause)).await;
     }
+}
+
+/// Tells whether nothing listens there any more. All else may come from a worker that is only busy.
+const fn is_refused(error: &FetchError) -> bool {
+    matches!(error, FetchError::Transport(UpstreamError::Connect(_)))
 }
 
 /// Longest pause between two probes of a worker that is down.

@@ -42,6 +42,8 @@ pub struct Pool {
 pub enum UpstreamError {
     /// No connection could be made: the worker never saw the request.
     Connect(String),
+    /// Nor was it refused in time: the worker may be there and busy, or its machine gone.
+    Slow(String),
     /// The connection ended before the response head.
     Broken(String),
 }
@@ -49,7 +51,7 @@ pub enum UpstreamError {
 impl fmt::Display for UpstreamError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Connect(why) => write!(f, "could not connect: {why}"),
+            Self::Connect(why) | Self::Slow(why) => write!(f, "could not connect: {why}"),
             Self::Broken(why) => write!(f, "connection ended before the response: {why}"),
         }
     }
@@ -196,7 +198,7 @@ impl Pool {
         let stream = tokio::time::timeout(self.connect_timeout, connecting)
             .await
             .map_err(|_| {
-                UpstreamError::Connect(format!("no answer within {:?}", self.connect_timeout))
+                UpstreamError::Slow(format!("no answer within {:?}", self.connect_timeout))
             })?
             .map_err(|error| UpstreamError::Connect(error.to_string()))?;
         // Without this the last packet of a request may wait for the worker's delayed acknowledgement.

@@ -47,8 +47,8 @@ pub trait Lever: Send + Sync + fmt::Debug {
         false
     }
 
-    /// Starts workers.
-    fn start(&self, role: Role, count: u32) -> Pull<'_>;
+    /// Starts workers, of a role that the pool sees `current` of, those on their way included.
+    fn start(&self, role: Role, count: u32, current: u32) -> Pull<'_>;
 
     /// Stops a worker that has finished what it had; one that chooses by itself stops any of the role.
     fn stop<'a>(&'a self, role: Role, worker: &'a str) -> Pull<'a>;
@@ -270,7 +270,10 @@ impl Rebalancer {
                 .map_err(|error| error.to_string()),
             Proposal::Start { role, count, .. } => {
                 let lever = self.lever(*role, |lever| lever.starts(*role))?;
-                lever.start(*role, *count).await
+                let plans = self.board.lock().roles.clone();
+                let plan = plans.iter().find(|plan| plan.role == *role);
+                let current = plan.map_or(0, |plan| plan.current);
+                lever.start(*role, *count, current).await
             }
             Proposal::Stop { worker, role } => {
                 let worker = worker.as_str();

@@ -166,7 +166,9 @@ impl<'a> Attempt<'a> {
                     Err(Failure::Broken(format!("it answered {}", response.status())))
                 }
                 Ok(Ok(response)) => Ok(response),
-                Ok(Err(UpstreamError::Connect(why))) => Err(Failure::Connect(why)),
+                Ok(Err(UpstreamError::Connect(why) | UpstreamError::Slow(why))) => {
+                    Err(Failure::Connect(why))
+                }
                 Ok(Err(UpstreamError::Broken(why))) => Err(Failure::Broken(why)),
                 Err(_) => Err(Failure::Timeout),
             },

@@ -10,7 +10,7 @@ use kvlane::handoff::{
     GapCause, HandoffPlan, HandoffPlanner, KvShape, PlanRequest, PlanWorker, PrefillWork, Route,
     TransferGuard,
 };
-use kvlane::{Candidate, Decision, LeaseId, Role, SelectRequest, WorkerId, WorkerRank};
+use kvlane::{Candidate, Decision, LeaseId, Outcome, Role, SelectRequest, WorkerId, WorkerRank};
 use parking_lot::Mutex;
 use serde_json::{Value, json};
 use tokio_util::sync::CancellationToken;
@@ -380,11 +380,13 @@ impl Splitter {
             let worker = members.find(target.worker.as_str())?;
             let (id, rank) = (worker.id(), Some(target.dp_rank));
             let guard = proxy.router.book(id, rank, request, Instant::now()).ok()?;
-            worker.admit().then(|| {
-                let decision = Arc::clone(guard.decision());
-                self.note(guard.id(), &chosen.summary);
-                (Side::new(Arc::clone(worker), guard), decision)
-            })
+            if !worker.admit() {
+                guard.release(&Outcome::not_dispatched(), Instant::now());
+                return None;
+            }
+            let decision = Arc::clone(guard.decision());
+            self.note(guard.id(), &chosen.summary);
+            Some((Side::new(Arc::clone(worker), guard), decision))
         };
         let request = select(head, reading);
         let mut prompt_only = request.clone();

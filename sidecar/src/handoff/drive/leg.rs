@@ -81,6 +81,8 @@ pub(super) struct Sending {
     limits: DriveLimits,
     /// It carries what can be used once.
     once: bool,
+    /// The client has the first piece of its answer.
+    has_begun: bool,
     /// The breaker has not been told anything.
     untold: Untold,
 }
@@ -128,6 +130,7 @@ impl Sending {
             body,
             limits,
             once: false,
+            has_begun: false,
         }
     }
 
@@ -171,6 +174,7 @@ impl Sending {
         let (parts, mut body) = self.open().await?;
         let mut piece = self.first_piece(&parts, &mut body, start).await?;
         let _ = events.send(LegEvent::Began(attempt, Box::new(parts))).await;
+        self.has_begun = true;
         while let Some(bytes) = piece {
             self.worker.count_progress();
             let _ = events.send(LegEvent::Piece(attempt, bytes)).await;
@@ -242,7 +246,9 @@ impl Sending {
         };
         let response = match sent {
             Ok(Ok(response)) => response,
-            Ok(Err(UpstreamError::Connect(why) | UpstreamError::Broken(why))) => {
+            Ok(Err(
+                UpstreamError::Connect(why) | UpstreamError::Slow(why) | UpstreamError::Broken(why),
+            )) => {
                 return Err(self.lost(Failure::Unreachable, &format!("cannot be reached: {why}")));
             }
             Err(_) => return Err(self.lost(Failure::Failed, "did not answer in time")),
@@ -301,7 +307,8 @@ impl Sending {
             let frame = tokio::select! {
                 biased;
                 frame = next => frame,
-                () = lifeline.cancelled() => return Err(self.gone()),
+                // Whoever has begun to answer may finish: it breaks off by itself when its worker does.
+                () = lifeline.cancelled(), if !self.has_begun => return Err(self.gone()),
             };
             match frame {
                 Err(_) => return Err(self.lost(Failure::Failed, "sent nothing for too long")),

@@ -96,7 +96,7 @@ impl Lever for Processes {
         coming.collect()
     }
 
-    fn start(&self, role: Role, count: u32) -> Pull<'_> {
+    fn start(&self, role: Role, count: u32, _: u32) -> Pull<'_> {
         let count = usize::try_from(count).unwrap_or(usize::MAX);
         let started = self.unpark(role, count);
         Box::pin(async move { started })

@@ -22,12 +22,19 @@ impl ScaleLever {
         Self { scaler, rules }
     }
 
-    async fn change(&self, role: Role, by: i64) -> Result<String, String> {
+    /// Changes the replicas of a role; more than `current` are not added to.
+    async fn change(&self, role: Role, by: i64, current: u32) -> Result<String, String> {
         let rule = self.rules.iter().find(|rule| rule.role == role);
         let rule = rule.ok_or_else(|| format!("no workload has the role {}", role.name()))?;
         let target = &rule.target;
         let replicas = self.scaler.replicas(target).await;
         let before = replicas.map_err(|error| error.to_string())?.desired;
+        // Those that have no address yet, or no place to run, are seen by nobody, and asked for all the same.
+        if by > 0 && before > current {
+            return Err(format!(
+                "{target}: {current} of {before} replicas are there yet"
+            ));
+        }
         let after = u32::try_from(i64::from(before) + by).unwrap_or(0);
         let scaled = self.scaler.set_replicas(target, after).await;
         let scaled = scaled.map_err(|error| error.to_string())?;
@@ -53,12 +60,12 @@ impl Lever for ScaleLever {
         true
     }
 
-    fn start(&self, role: Role, count: u32) -> Pull<'_> {
-        Box::pin(self.change(role, i64::from(count)))
+    fn start(&self, role: Role, count: u32, current: u32) -> Pull<'_> {
+        Box::pin(self.change(role, i64::from(count), current))
     }
 
     fn stop<'a>(&'a self, role: Role, _: &'a str) -> Pull<'a> {
-        Box::pin(self.change(role, -1))
+        Box::pin(self.change(role, -1, u32::MAX))
     }
 }
 
@@ -114,12 +121,20 @@ mod tests {
     #[tokio::test]
     async fn replicas_go_up_by_what_is_asked_for_and_down_one_at_a_time() {
         let (memory, lever) = lever(Some(2));
-        let done = lever.start(Role::Decode, 3).await.unwrap();
+        let done = lever.start(Role::Decode, 3, 2).await.unwrap();
         assert_eq!(done, "StatefulSet decode: 5 replicas instead of 2");
         lever.stop(Role::Decode, "decode-1").await.unwrap();
         assert_eq!(*memory.0.lock(), Some(4));
         assert!(lever.starts(Role::Decode) && !lever.starts(Role::Prefill));
-        assert!(lever.start(Role::Prefill, 1).await.is_err());
+        assert!(lever.start(Role::Prefill, 1, 0).await.is_err());
+    }
+
+    #[tokio::test]
+    async fn nothing_is_added_to_replicas_that_are_not_there_yet() {
+        let (memory, lever) = lever(Some(3));
+        let why = lever.start(Role::Decode, 1, 2).await.unwrap_err();
+        assert_eq!(why, "StatefulSet decode: 2 of 3 replicas are there yet");
+        assert_eq!(*memory.0.lock(), Some(3));
     }
 
     #[tokio::test]
