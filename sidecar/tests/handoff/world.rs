@@ -113,16 +113,12 @@ impl World {
         };
         if let Some(transfer) = &mut plan.prefill.transfer {
             transfer.lease = plan.lease;
-            transfer.listen = free_address();
-            transfer.bootstrap = free_address();
             transfer.protocol = protocol;
         }
         if let Some(transfer) = &mut plan.decode.transfer {
             transfer.protocol = protocol;
         }
-        plan.prefill.listen = free_address();
-        let prefill_config = plan.prefill.clone();
-        let prefill = Engine::start(plan.prefill).await.unwrap();
+        let (prefill, prefill_config) = start_at_free_addresses(plan.prefill).await;
         let bootstrap = prefill.bootstrap_address();
         let prefill_engine = match (plan.connector, bootstrap) {
             (Connector::Mooncake, Some(address)) => Some(engine_at(address).await),
@@ -276,6 +272,24 @@ impl World {
 }
 
 /// Returns an address that was free a moment ago.
+/// Starts an engine at addresses that it can be started at again. Another process may take one of them first: then others
+/// are tried.
+async fn start_at_free_addresses(mut config: EngineConfig) -> (EngineHandle, EngineConfig) {
+    let mut problem = None;
+    for _ in 0..20 {
+        config.listen = free_address();
+        if let Some(transfer) = &mut config.transfer {
+            transfer.listen = free_address();
+            transfer.bootstrap = free_address();
+        }
+        match Engine::start(config.clone()).await {
+            Ok(engine) => return (engine, config),
+            Err(error) => problem = Some(error),
+        }
+    }
+    panic!("an engine cannot be started: {problem:?}");
+}
+
 fn free_address() -> SocketAddr {
     let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     listener.local_addr().unwrap()
