@@ -41,6 +41,7 @@ async fn probe_loop(worker: &Arc<Worker>, fleet: &Fleet, interval: Duration) {
     let mut timeouts = 0;
     let mut progress = worker.progress();
     let mut models_at: Option<Instant> = None;
+    let mut again = Again::default();
     loop {
         let was_healthy = worker.healthy() == Some(true);
         let before = std::mem::replace(&mut progress, worker.progress());
@@ -76,8 +77,9 @@ async fn probe_loop(worker: &Arc<Worker>, fleet: &Fleet, interval: Duration) {
             models_at = Some(Instant::now());
             learn_models(worker, fleet).await;
         }
-        if is_healthy && (worker.take_stale() || !was_healthy) {
-            describe(worker).await;
+        if is_healthy && (worker.take_stale() || !was_healthy || again.is_due()) {
+            let was_answered = describe(worker).await;
+            again.note(was_answered);
         }
         // One that is down is asked more often, so that it is missed no longer than needed.
         let pause = if is_healthy {
@@ -126,18 +128,49 @@ async fn learn_models(worker: &Worker, fleet: &Fleet) {
     }
 }
 
-/// Asks the engine what it is. Hardly any engine answers all of it.
-async fn describe(worker: &Worker) {
+/// When a description that is not whole is asked for again.
+#[derive(Debug, Default)]
+struct Again {
+    due: Option<Instant>,
+    pause: Duration,
+}
+
+impl Again {
+    /// First pause; each is twice the one before it, since a question that is not answered holds up the next probe.
+    const FIRST: Duration = Duration::from_millis(500);
+    const LONGEST: Duration = Duration::from_secs(30);
+
+    fn is_due(&self) -> bool {
+        self.due.is_some_and(|due| due <= Instant::now())
+    }
+
+    fn note(&mut self, was_answered: bool) {
+        if was_answered {
+            *self = Self::default();
+        } else {
+            self.pause = (self.pause * 2).clamp(Self::FIRST, Self::LONGEST);
+            self.due = Some(Instant::now() + self.pause);
+        }
+    }
+}
+
+/// Asks the engine what it is; tells whether every question was answered. Hardly any engine knows all of them, and one that
+/// says so has answered.
+async fn describe(worker: &Worker) -> bool {
     let ask = |path: &'static str| async move {
         match get(worker, path, 4 << 20, MIN_PROBE_TIMEOUT).await {
-            Ok((StatusCode::OK, body)) => serde_json::from_slice::<Value>(&body).ok(),
-            _ => None,
+            Ok((StatusCode::OK, body)) => Ok(serde_json::from_slice::<Value>(&body).ok()),
+            Ok(_) | Err(FetchError::TooLarge) => Ok(None),
+            Err(error) => {
+                debug!(worker = worker.id(), path, cause = %error, "no description");
+                Err(error)
+            }
         }
     };
     let server_info = async {
         // The newer name first: the older one is a burden for an engine that has both. As text, vLLM tells less.
         match ask("/server_info?config_format=json").await {
-            None => ask("/get_server_info").await,
+            Ok(None) => ask("/get_server_info").await,
             info => info,
         }
     };
@@ -148,20 +181,27 @@ async fn describe(worker: &Worker) {
         server_info
     );
     let host = worker.config.url.address().host();
-    let mut described = Described::default();
-    if let Some(info) = info {
+    let all_answered = models.is_ok() && version.is_ok() && sources.is_ok() && info.is_ok();
+    // What was learned before stands until the engine says something else: silence is no answer.
+    let mut described = if all_answered {
+        Described::default()
+    } else {
+        worker.answers()
+    };
+    if let Ok(Some(info)) = info {
         described.read_server_info(&info, host);
     }
-    if let Some(version) = version {
+    if let Ok(Some(version)) = version {
         described.read_version(&version);
     }
-    if let Some(models) = models {
+    if let Ok(Some(models)) = models {
         described.read_models(&models);
     }
-    if let Some(sources) = sources {
+    if let Ok(Some(sources)) = sources {
         described.read_event_sources(&sources, host);
     }
     worker.answered(described);
+    all_answered
 }
 
 /// Reads load and capacity.

@@ -291,6 +291,11 @@ impl Worker {
         self.description.read().whole()
     }
 
+    /// Returns what its engine answered, its metrics aside.
+    pub(crate) fn answers(&self) -> Described {
+        self.description.read().answered.clone()
+    }
+
     /// Returns the version of its engine, once it told.
     #[must_use]
     pub fn version(&self) -> Option<String> {

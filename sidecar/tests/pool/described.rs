@@ -127,6 +127,48 @@ async fn ranks_and_role_are_the_engines_and_an_operators_drain_outlives_the_chan
 }
 
 #[tokio::test]
+async fn a_question_without_an_answer_takes_nothing_back_and_is_asked_again() {
+    let stub = Stub::start().await;
+    stub.say("/version", &json!({"version": "1"}));
+    stub.say("/server_info", &json!({"disaggregation_mode": "prefill"}));
+    let sources = json!({"0": {"endpoint": "tcp://*:9", "replay_endpoint": "tcp://*:10"}});
+    stub.say("/kv_event_sources", &sources);
+    stub.say_metrics(&ranks(1, 1));
+    let handle = sidecar(|config| config.workers.push(bare("w", &stub.url))).await;
+    let member = || handle.app().fleet.worker("w").unwrap();
+    eventually("its role", || member().role() == Role::Prefill).await;
+    // A first birth tells of no restart.
+    eventually("its birth", || stub.asked("/metrics").len() > 1).await;
+    assert_eq!(worker(&handle, "w").await["events"], "tcp://127.0.0.1:9");
+
+    stub.fall_silent("/server_info");
+    stub.fall_silent("/kv_event_sources");
+    stub.say("/version", &json!({"version": "2"}));
+    let before = stub.asked("/server_info").len();
+    stub.say_metrics(&ranks(1, 2));
+    eventually("asked after a restart", || {
+        member().version().as_deref() == Some("2")
+    })
+    .await;
+    eventually("asked again", || {
+        stub.asked("/server_info").len() >= before + 2
+    })
+    .await;
+    let shown = worker(&handle, "w").await;
+    assert_eq!(
+        (&shown["role"], member().role()),
+        (&"prefill".into(), Role::Prefill)
+    );
+    assert_eq!(shown["events"], "tcp://127.0.0.1:9");
+
+    // An engine that says that it knows no such thing has answered.
+    stub.answer("/server_info", None);
+    stub.answer("/kv_event_sources", Some(&sources));
+    eventually("its role is taken back", || member().role() == Role::Both).await;
+    assert_eq!(worker(&handle, "w").await["events"], "tcp://127.0.0.1:9");
+}
+
+#[tokio::test]
 async fn one_of_another_version_than_its_mates_is_named() {
     let stubs = [
         Stub::start().await,

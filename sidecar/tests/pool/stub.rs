@@ -69,6 +69,16 @@ impl Stub {
         self.said.lock().silent.push(path);
     }
 
+    /// Answers a path again; with 404 where it has no body.
+    pub(crate) fn answer(&self, path: &'static str, body: Option<&Value>) {
+        let mut said = self.said.lock();
+        said.silent.retain(|silent| *silent != path);
+        said.answers.remove(path);
+        if let Some(body) = body {
+            said.answers.insert(path, body.to_string());
+        }
+    }
+
     pub(crate) fn stream(&self, pieces: usize) {
         self.said.lock().pieces = pieces;
     }
