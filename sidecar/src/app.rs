@@ -345,8 +345,12 @@ impl App {
         for worker in self.fleet.members().list() {
             worker.tick(now);
             worker.pool.sweep();
-            if let Some(known) = worker.take_news() {
-                let adopted = self.pool.hold(|| self.adopt(worker, known));
+            if worker.has_news() {
+                // Taken while nobody changes the worker: an operator's role that came in between would be lost.
+                let adopted = self.pool.hold(|| {
+                    let news = worker.take_news();
+                    news.map_or(Ok(()), |known| self.adopt(worker, known))
+                });
                 if let Err(error) = adopted {
                     warn!(worker = worker.id(), cause = %error, "what the engine tells of itself cannot be used");
                 }

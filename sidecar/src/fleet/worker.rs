@@ -344,6 +344,11 @@ impl Worker {
         self.has_news.store(true, Ordering::Relaxed);
     }
 
+    /// Tells whether more was learned since [`take_news`](Self::take_news) was last called.
+    pub(crate) fn has_news(&self) -> bool {
+        self.has_news.load(Ordering::Relaxed)
+    }
+
     /// Returns what it is now known to be, when more was learned since this was last asked.
     pub(crate) fn take_news(&self) -> Option<WorkerConfig> {
         let has_news = self.has_news.swap(false, Ordering::Relaxed);
