@@ -205,10 +205,12 @@ def processor():
 
 
 def put(path, text):
-    """Replaces the section in the results, or appends it."""
+    """Replaces the section in the results, or appends it; what follows it is kept."""
     results = path.read_text() if path.exists() else "# Results\n"
-    before = results.split(BEGIN)[0].rstrip("\n")
-    path.write_text(f"{before}\n\n{BEGIN}\n\n{text}\n{END}\n")
+    before, _, rest = results.partition(BEGIN)
+    after = rest.partition(END)[2]
+    before = before.rstrip("\n")
+    path.write_text(f"{before}\n\n{BEGIN}\n\n{text}\n{END}" + (after or "\n"))
 
 
 def main():

@@ -106,10 +106,13 @@ fn read(path: &Path) -> Result<Report, String> {
     serde_json::from_str(&text).map_err(|error| format!("cannot parse {}: {error}", path.display()))
 }
 
-/// Returns what another command has put at the end of the results.
+/// Returns what other commands have put at the end of the results.
 fn kept(path: &Path) -> String {
     let text = std::fs::read_to_string(path).unwrap_or_default();
-    text.find("<!-- kv moved -->")
+    ["<!-- kv moved -->", "<!-- gpu -->"]
+        .iter()
+        .filter_map(|begin| text.find(begin))
+        .min()
         .map_or_else(String::new, |at| format!("\n{}", &text[at..]))
 }
 
