@@ -85,11 +85,11 @@ impl HostPort {
     /// Tells whether the host can only be reached from this machine.
     #[must_use]
     pub fn is_loopback(&self) -> bool {
-        self.host == "localhost"
+        self.host.trim_end_matches('.') == "localhost"
             || self
                 .host
                 .parse::<IpAddr>()
-                .is_ok_and(|address| address.is_loopback())
+                .is_ok_and(|address| address.to_canonical().is_loopback())
     }
 }
 

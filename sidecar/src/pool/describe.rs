@@ -51,6 +51,10 @@ pub struct Described {
     /// Port where its prefills are fetched (SGLang).
     #[serde(skip_serializing_if = "Option::is_none")]
     pub bootstrap_port: Option<u16>,
+    /// Where it says that its events are, when that is an address of its own machine alone: they are not followed, since here
+    /// the address is another place.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub events_out_of_reach: Option<String>,
 }
 
 /// Most ranks that are believed.
@@ -91,8 +95,7 @@ impl Described {
             return;
         }
         let endpoint = |name: &str| reachable(first[name].as_str()?, host);
-        self.events = endpoint("endpoint");
-        self.replay = endpoint("replay_endpoint").filter(|_| self.events.is_some());
+        self.learn_events(endpoint("endpoint"), endpoint("replay_endpoint"));
         self.topic = short_text(&first["topic"]);
         self.dp_ranks = ranks_of(sources.len() as u64);
     }
@@ -154,9 +157,20 @@ impl Described {
         let Some(published) = endpoint("endpoint_port_base") else {
             return;
         };
-        self.events = Some(published);
-        self.replay = endpoint("replay_endpoint_port_base");
+        self.learn_events(Some(published), endpoint("replay_endpoint_port_base"));
         self.topic = short_text(&events["topic"]);
+    }
+
+    fn learn_events(&mut self, events: Option<Reach>, replay: Option<Reach>) {
+        (self.events, self.events_out_of_reach) = match events {
+            None => (None, None),
+            Some(Reach::From(endpoint)) => (Some(endpoint), None),
+            Some(Reach::OwnMachine(endpoint)) => (None, Some(endpoint)),
+        };
+        self.replay = match replay {
+            Some(Reach::From(endpoint)) if self.events.is_some() => Some(endpoint),
+            _ => None,
+        };
     }
 
     /// Returns what a worker is, once what its source did not say is filled in.
@@ -210,6 +224,11 @@ impl Described {
         compare("role", role, self.role.map(|role| role.name().to_owned()));
         compare("events", config.events.clone(), self.events.clone());
         compare("replay", config.replay.clone(), self.replay.clone());
+        if let (None, Some(told)) = (&config.events, &self.events_out_of_reach) {
+            all.push(format!(
+                "events are at {told}, which is reached on the engine's own machine alone"
+            ));
+        }
         if let (Some(here), Some(learned)) = (config.kv_capacity_blocks, self.kv_blocks)
             && config.block_size.map(u32::from) == self.block_size
             && here as u64 > learned
@@ -271,8 +290,17 @@ impl Mates {
     }
 }
 
+/// An endpoint of an engine.
+#[derive(Clone, Debug, PartialEq, Eq)]
+enum Reach {
+    /// It can be connected to.
+    From(String),
+    /// It is a loopback of the engine's machine, which is not this one.
+    OwnMachine(String),
+}
+
 /// Returns an endpoint to connect to, for one that an engine at `host` binds; `None` where that cannot be done.
-fn reachable(endpoint: &str, host: &str) -> Option<String> {
+fn reachable(endpoint: &str, host: &str) -> Option<Reach> {
     let Some(address) = endpoint.strip_prefix("tcp://") else {
         // A socket in a file system, which need not be ours.
         return None;
@@ -281,8 +309,14 @@ fn reachable(endpoint: &str, host: &str) -> Option<String> {
     let port = port.parse::<u16>().ok().filter(|port| *port > 0)?;
     let bound = bound.trim_start_matches('[').trim_end_matches(']');
     let is_anywhere = matches!(bound, "*" | "0.0.0.0" | "::" | "");
-    let host = if is_anywhere { host } else { bound };
-    Some(format!("tcp://{}", HostPort::new(host, port)))
+    let target = HostPort::new(if is_anywhere { host } else { bound }, port);
+    let endpoint = format!("tcp://{target}");
+    let is_elsewhere = target.is_loopback() && !HostPort::new(host, port).is_loopback();
+    Some(if is_elsewhere {
+        Reach::OwnMachine(endpoint)
+    } else {
+        Reach::From(endpoint)
+    })
 }
 
 /// Returns a number of ranks, if it is one that a worker can have.
@@ -387,12 +421,44 @@ mod tests {
             ("ipc:///tmp/socket", None),
             ("inproc://here", None),
         ] {
-            assert_eq!(
-                reachable(endpoint, "gpu-3").as_deref(),
-                expected,
-                "{endpoint}"
-            );
+            let expected = expected.map(|endpoint| Reach::From(endpoint.to_owned()));
+            assert_eq!(reachable(endpoint, "gpu-3"), expected, "{endpoint}");
         }
+    }
+
+    #[test]
+    fn a_loopback_of_another_machine_is_not_followed_here() {
+        for bound in [
+            "127.0.0.1",
+            "127.1.2.3",
+            "[::1]",
+            "[::ffff:127.0.0.1]",
+            "localhost",
+            "localhost.",
+        ] {
+            let endpoint = format!("tcp://{bound}:5557");
+            let sources = json!({"0": {"endpoint": endpoint, "replay_endpoint": "tcp://*:5558"}});
+            let mut remote = Described::default();
+            remote.read_event_sources(&sources, "gpu-3");
+            assert_eq!((&remote.events, &remote.replay), (&None, &None), "{bound}");
+            assert_eq!(remote.complete(&configured(|_| {})).events, None);
+            let mismatches = remote.mismatches(&configured(|_| {}));
+            assert!(
+                mismatches[0].contains("own machine alone"),
+                "{mismatches:?}"
+            );
+            let said = configured(|config| config.events = Some("tcp://gpu-3:5557".to_owned()));
+            assert_eq!(remote.mismatches(&said), [""; 0], "its source knows better");
+            let mut local = Described::default();
+            local.read_event_sources(&sources, "127.0.0.1");
+            assert_eq!(local.events.as_deref(), Some(&*endpoint));
+            assert_eq!(local.replay.as_deref(), Some("tcp://127.0.0.1:5558"));
+        }
+        let mut sglang = Described::default();
+        let events = json!({"endpoint_host": "127.0.0.1", "endpoint_port_base": 5557});
+        sglang.read_server_info(&json!({"kv_events": events}), "gpu-3");
+        assert_eq!(sglang.events, None);
+        assert!(sglang.events_out_of_reach.is_some());
     }
 
     #[test]
