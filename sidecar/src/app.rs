@@ -406,13 +406,16 @@ impl Hands for App {
     }
 
     fn set_role(&self, id: &WorkerId, role: Role) {
+        if let Some(worker) = self.fleet.members().find(id.as_str()) {
+            worker.retold_role(role);
+        }
         // Members change under the manager's lock alone, so it is there.
         let _ = self.change_role(id.as_str(), role);
     }
 
     fn set_labels(&self, id: &WorkerId, labels: BTreeMap<String, String>) {
         if let Some(worker) = self.fleet.members().find(id.as_str()) {
-            worker.tell(|router, id| router.set_labels(id, labels));
+            worker.set_labels(labels);
         }
     }
 

@@ -176,7 +176,7 @@ impl Fleet {
         let mut members = self.members.write();
         self.router.add_worker(sighting.worker.spec(), now)?;
         let member = Member::new(self.next_epoch(), sighting.phase);
-        let told = sighting.worker.clone();
+        let told = Arc::new(sighting.worker.clone());
         Ok(self.enter(
             &mut members,
             Worker::new(sighting, told, source, member, self.parts()),
@@ -200,8 +200,9 @@ impl Fleet {
             Ok(()) => config,
             Err(error) => {
                 warn!(worker = worker.id(), cause = %error, "a worker cannot be what its engine says");
-                self.router.add_worker(worker.config.spec(), now)?;
-                worker.config.clone()
+                let current = worker.current();
+                self.router.add_worker(current.spec(), now)?;
+                current
             }
         };
         let next = worker.reborn(config, self.next_epoch(), self.parts());

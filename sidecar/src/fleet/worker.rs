@@ -1,5 +1,6 @@
 //! One life of one worker: its connections, its state, and what is open towards it.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::time::Instant;
@@ -22,10 +23,9 @@ use crate::pool::roster::{Phase, Sighting};
 /// One worker, from when it is added until it is removed.
 #[derive(Debug)]
 pub struct Worker {
-    /// What it was added as; its role may have changed since, see [`role`](Self::role).
+    /// What it was added as; its role and labels may have changed since, see [`role`](Self::role) and
+    /// [`labels`](Self::labels).
     pub config: WorkerConfig,
-    /// What its source says of it, before anything was learned.
-    told: WorkerConfig,
     /// Connections to it.
     pub pool: Arc<Pool>,
     /// Its series in the metrics.
@@ -63,6 +63,9 @@ pub struct Worker {
 struct Standing {
     member: Member,
     role: Role,
+    labels: Arc<BTreeMap<String, String>>,
+    /// What its source says of it, before anything was learned.
+    told: Arc<WorkerConfig>,
     /// The role was set since it was added: the engine's own word does not change it any more.
     is_role_asked: bool,
     /// What was last told to the router.
@@ -123,7 +126,7 @@ pub struct Model {
 impl Worker {
     pub(super) fn new(
         sighting: Sighting,
-        told: WorkerConfig,
+        told: Arc<WorkerConfig>,
         source: Arc<str>,
         member: Member,
         (settings, router, metrics): (&Config, &Arc<Router>, &Metrics),
@@ -149,6 +152,8 @@ impl Worker {
             standing: Mutex::new(Standing {
                 member,
                 role: config.role,
+                labels: Arc::new(config.labels.clone()),
+                told,
                 is_role_asked: false,
                 available: true,
                 draining: false,
@@ -166,7 +171,6 @@ impl Worker {
             removed,
             born: Mutex::new(None),
             ended: AtomicBool::new(false),
-            told,
             config,
         }
     }
@@ -199,6 +203,21 @@ impl Worker {
     #[must_use]
     pub fn role(&self) -> Role {
         self.standing.lock().role
+    }
+
+    /// Returns its labels at the moment.
+    #[must_use]
+    pub fn labels(&self) -> Arc<BTreeMap<String, String>> {
+        Arc::clone(&self.standing.lock().labels)
+    }
+
+    /// Returns what it was added as, with what it does and how it is labelled at the moment.
+    pub(super) fn current(&self) -> WorkerConfig {
+        let mut config = self.config.clone();
+        let standing = self.standing.lock();
+        config.role = standing.role;
+        config.labels.clone_from(&standing.labels);
+        config
     }
 
     /// Returns where it stands, and why it is not ready.
@@ -331,17 +350,23 @@ impl Worker {
         if next == **description {
             return;
         }
-        next.mismatches = next.whole().mismatches(&self.told);
+        let told = Arc::clone(&self.standing.lock().told);
+        self.compare(&mut next, &told);
+        *description = Arc::new(next);
+        self.has_news.store(true, Ordering::Relaxed);
+    }
+
+    fn compare(&self, next: &mut Description, told: &WorkerConfig) {
+        let mismatches = next.whole().mismatches(told);
+        let before = std::mem::replace(&mut next.mismatches, mismatches);
         for mismatch in &next.mismatches {
-            if !description.mismatches.contains(mismatch) {
+            if !before.contains(mismatch) {
                 warn!(
                     worker = self.id(),
                     mismatch, "the engine contradicts what is said of it"
                 );
             }
         }
-        *description = Arc::new(next);
-        self.has_news.store(true, Ordering::Relaxed);
     }
 
     /// Tells whether more was learned since [`take_news`](Self::take_news) was last called.
@@ -354,12 +379,12 @@ impl Worker {
         let has_news = self.has_news.swap(false, Ordering::Relaxed);
         has_news.then(|| {
             let described = self.described();
-            let mut whole = described.complete(&self.told);
+            let standing = self.standing.lock();
+            let mut whole = described.complete(&standing.told);
             if described.dp_ranks.is_none() {
                 whole.dp_ranks = self.config.dp_ranks;
             }
-            let standing = self.standing.lock();
-            if standing.is_role_asked || self.told.says_role() {
+            if standing.is_role_asked || standing.told.says_role() {
                 whole.role = standing.role;
             }
             whole
@@ -388,9 +413,13 @@ impl Worker {
         epoch: Epoch,
         parts: (&Config, &Arc<Router>, &Metrics),
     ) -> Self {
-        let (member, is_role_asked) = {
+        let (member, told, is_role_asked) = {
             let standing = self.standing.lock();
-            (standing.member.reborn(epoch), standing.is_role_asked)
+            (
+                standing.member.reborn(epoch),
+                Arc::clone(&standing.told),
+                standing.is_role_asked,
+            )
         };
         let sighting = Sighting {
             worker: config,
@@ -398,7 +427,7 @@ impl Worker {
             phase: Phase::Serving,
         };
         let source = Arc::clone(&self.source);
-        let next = Self::new(sighting, self.told.clone(), source, member, parts);
+        let next = Self::new(sighting, told, source, member, parts);
         // It is the same process, of which all of this was learned.
         *next.description.write() = Arc::clone(&self.description.read());
         next.standing.lock().is_role_asked = is_role_asked;
@@ -483,6 +512,29 @@ impl Worker {
         standing.role = role;
         standing.is_role_asked = true;
         self.router.set_role(self.id(), role).is_ok()
+    }
+
+    /// Takes in another role that its source says: what the engine says is compared with that from now on.
+    pub(crate) fn retold_role(&self, role: Role) {
+        // The order of the locks is that of `redescribe`.
+        let mut description = self.description.write();
+        let told = {
+            let mut standing = self.standing.lock();
+            Arc::make_mut(&mut standing.told).give(Some(role), None);
+            Arc::clone(&standing.told)
+        };
+        self.compare(Arc::make_mut(&mut description), &told);
+    }
+
+    /// Changes its labels.
+    pub(crate) fn set_labels(&self, labels: BTreeMap<String, String>) {
+        let mut standing = self.standing.lock();
+        if standing.member.state() == MemberState::Gone {
+            return;
+        }
+        Arc::make_mut(&mut standing.told).labels.clone_from(&labels);
+        standing.labels = Arc::new(labels.clone());
+        let _ = self.router.set_labels(self.id(), labels);
     }
 
     /// Takes over the role that the engine says it has.

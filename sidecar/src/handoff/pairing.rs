@@ -3,6 +3,7 @@
 //! Engines refuse each other unless version, model and connector are the same, after both legs have begun. So workers are
 //! planned in groups of those that agree, and a pair across groups is named in the plan with what differs.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -98,8 +99,8 @@ impl Pairing {
         worker: &Arc<Worker>,
         mut plan: PlanWorker,
     ) -> PlanWorker {
-        let label = |name: &str| worker.config.labels.get(name);
-        if let Some(device) = label("device") {
+        let labels = worker.labels();
+        if let Some(device) = labels.get("device") {
             plan = plan.device(device);
         }
         // One that was not asked yet is in a group of its own.
@@ -110,7 +111,7 @@ impl Pairing {
         let alone = plan.serves_alone;
         let decoder = worker.role() == kvlane::Role::Decode;
         plan = plan.serves_alone(alone && (!decoder || connector.decoder_serves_alone()));
-        plan.group(&group(worker, peer.facts(), connector))
+        plan.group(&group(&labels, peer.facts(), connector))
     }
 
     /// Tells whether a worker can serve a request that is not split.
@@ -130,7 +131,8 @@ impl Pairing {
     /// Returns the link between two workers.
     #[must_use]
     pub fn link(&self, prefill: &Worker, decode: &Worker) -> LinkId {
-        self.links.between(host(prefill), host(decode))
+        let (from, to) = (prefill.labels(), decode.labels());
+        self.links.between(host(prefill, &from), host(decode, &to))
     }
 
     /// Returns how a pair hands over; `None` where too little is known of the prefill worker.
@@ -172,8 +174,9 @@ impl Pairing {
         let describe = |worker: &Arc<Worker>| {
             let peer = self.peers.of(worker)?;
             let connector = self.connector(&known, peer.facts());
+            let labels = worker.labels();
             Some(serde_json::json!({
-                "worker": worker.id(), "host": host(worker), "group": group(worker, peer.facts(), connector),
+                "worker": worker.id(), "host": host(worker, &labels), "group": group(&labels, peer.facts(), connector),
                 "told": **peer.facts(),
             }))
         };
@@ -181,9 +184,11 @@ impl Pairing {
     }
 }
 
+type Labels = BTreeMap<String, String>;
+
 /// Names what must be the same on both sides.
-fn group(worker: &Worker, facts: &PeerFacts, connector: Connector) -> String {
-    let version = worker.config.labels.get("version");
+fn group(labels: &Labels, facts: &PeerFacts, connector: Connector) -> String {
+    let version = labels.get("version");
     let version = version.or(facts.version.as_ref());
     let version = version.map_or("unknown version", String::as_str);
     format!(
@@ -194,7 +199,7 @@ fn group(worker: &Worker, facts: &PeerFacts, connector: Connector) -> String {
 }
 
 /// Returns the host that shares its ports: the label `host`, or that of the URL.
-fn host(worker: &Worker) -> &str {
-    let label = worker.config.labels.get("host");
+fn host<'a>(worker: &'a Worker, labels: &'a Labels) -> &'a str {
+    let label = labels.get("host");
     label.map_or_else(|| worker.config.url.address().host(), String::as_str)
 }

@@ -204,7 +204,8 @@ impl Shared {
             .get("disaggregation_bootstrap_port")
             .and_then(Value::as_u64)
             .and_then(|port| u16::try_from(port).ok());
-        let label = worker.config.labels.get("connector");
+        let labels = worker.labels();
+        let label = labels.get("connector");
         let mut facts = PeerFacts {
             version: version
                 .as_ref()

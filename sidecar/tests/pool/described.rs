@@ -2,10 +2,13 @@
 
 use kvlane::{BlockSize, Role};
 use kvlane_sidecar::config::WorkerConfig;
+use kvlane_sidecar::pool::sources::Absence;
 use serde_json::json;
 
 use crate::client::post;
-use crate::setup::{admin, engine, eventually, metrics, sidecar, until_state, worker};
+use crate::setup::{
+    admin, engine, eventually, metrics, sidecar, sighting, source, until_state, worker,
+};
 use crate::stub::Stub;
 
 fn bare(id: &str, url: &str) -> WorkerConfig {
@@ -166,6 +169,44 @@ async fn a_question_without_an_answer_takes_nothing_back_and_is_asked_again() {
     stub.answer("/kv_event_sources", Some(&sources));
     eventually("its role is taken back", || member().role() == Role::Both).await;
     assert_eq!(worker(&handle, "w").await["events"], "tcp://127.0.0.1:9");
+}
+
+#[tokio::test]
+async fn another_role_and_labels_of_its_source_reach_whoever_asks() {
+    let stub = Stub::start().await;
+    stub.say("/server_info", &json!({"disaggregation_mode": "decode"}));
+    let handle = sidecar(|config| {
+        let settings = json!({"kv_bytes_per_token": 1e5, "link_bytes_per_second": 1e9});
+        config.handoff = Some(serde_json::from_value(settings).unwrap());
+    })
+    .await;
+    let pods = source(&handle, "pods", Absence::Ended);
+    let publish = |role, host: &str| {
+        let mut pod = sighting("w", &stub.url, "1");
+        pod.worker.role = role;
+        pod.worker.labels.insert("host".into(), host.into());
+        pods.publish(vec![pod]);
+    };
+    publish(Role::Prefill, "a");
+    until_state(&handle, "w", "ready").await;
+    let member = || handle.app().fleet.worker("w").unwrap();
+    eventually("a mismatch", || !member().mismatches().is_empty()).await;
+
+    publish(Role::Decode, "b");
+    eventually("its labels", || member().labels()["host"] == "b").await;
+    assert_eq!(member().mismatches(), [""; 0]);
+    let host = || handle.app().proxy.handoff_report()["workers"][0]["host"].clone();
+    eventually("its host in plans", || host() == "b").await;
+
+    // Nor does another life of it know the labels of before.
+    stub.say_metrics(&ranks(2, 1));
+    eventually("two ranks", || member().config.dp_ranks == 2).await;
+    assert_eq!(
+        (member().role(), &*member().labels()["host"]),
+        (Role::Decode, "b")
+    );
+    let info = handle.router.workers(std::time::Instant::now()).remove(0);
+    assert_eq!((info.role, &*info.labels["host"]), (Role::Decode, "b"));
 }
 
 #[tokio::test]
