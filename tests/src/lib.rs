@@ -4,6 +4,7 @@ use std::io::{Read as _, Write as _};
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::path::PathBuf;
 use std::process::{Child, Command, Output, Stdio};
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use serde_json::Value;
@@ -93,17 +94,28 @@ fn binary() -> PathBuf {
     path
 }
 
-/// Returns a loopback port that is free now.
+/// Returns a port that nothing listens on, and that this process has not been given before.
+///
+/// Below the range that Linux takes for outgoing connections, or one of those could take it first.
 ///
 /// # Panics
-/// When no port can be had.
+/// When there is none.
 #[must_use]
 pub fn free_port() -> u16 {
-    let listener = TcpListener::bind("127.0.0.1:0").expect("a port is free");
-    listener
-        .local_addr()
-        .expect("a listener has an address")
-        .port()
+    const FIRST: u32 = 10_000;
+    const PORTS: u32 = 22_000;
+    static NEXT: AtomicU32 = AtomicU32::new(0);
+    // Test programs that run at the same time begin at different places.
+    let begin = std::process::id().wrapping_mul(61);
+    for _ in 0..PORTS {
+        let step = NEXT.fetch_add(1, Ordering::Relaxed);
+        let port = FIRST + begin.wrapping_add(step) % PORTS;
+        let port = u16::try_from(port).expect("below 32,768");
+        if TcpListener::bind(("127.0.0.1", port)).is_ok() {
+            return port;
+        }
+    }
+    panic!("no port is free");
 }
 
 /// One HTTP answer.
