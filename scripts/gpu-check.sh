@@ -85,7 +85,7 @@ check() {
   xz -dc "$dir/nixl.tar.xz" | tar -C "$work/nixl" -xf -
   NIXL_CAPI_LIB=$(echo "$work"/nixl/.nixl_cu1*.mesonpy.libs/libnixl_capi.so)
   export NIXL_CAPI_LIB
-  libraries
+  gpu_libraries "$work/nixl/spare"
   "$work/kvlane" --version >/dev/null || die "kvlane does not run here; glibc is $(ldd --version | head -n 1)"
   echo "## KV between two processes on one machine"
   echo
@@ -105,21 +105,6 @@ check() {
     echo "Left out: memory of a GPU. $(sed -n 's/.*ERROR[^:]*: //p' "$work/gpu.log" | head -n 1)"
     plan host-host
   fi
-}
-
-# Lets the loader find what the wheel takes from the system.
-libraries() {
-  local path=${LD_LIBRARY_PATH:-} file found
-  for file in libcudart.so.13 libcudart.so.12; do
-    found=$(find / -xdev -name "$file" -not -path '/proc/*' 2>/dev/null | head -n 1) || true
-    [ -z "$found" ] || path+=:$(dirname "$found")
-  done
-  ldconfig -p | grep -q 'libssl\.so\.3 ' || path+=:$work/nixl/spare
-  export LD_LIBRARY_PATH=${path#:}
-}
-
-gpu_name() {
-  nvidia-smi --query-gpu=name,driver_version --format=csv,noheader 2>/dev/null | head -n 1 || echo "no GPU"
 }
 
 # Measures from one kind of memory to another: `measure FROM TO [FLAGS of a side in GPU memory]`.

