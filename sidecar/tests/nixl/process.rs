@@ -91,6 +91,12 @@ impl Running {
         }
     }
 
+    /// Tells whether it ended within the second that UCX may take to notice what became of a peer.
+    pub(crate) fn has_ended(&mut self) -> bool {
+        std::thread::sleep(Duration::from_secs(1));
+        self.child.try_wait().unwrap().is_some()
+    }
+
     pub(crate) fn kill(&mut self) {
         self.child.kill().unwrap();
         self.child.wait().unwrap();
