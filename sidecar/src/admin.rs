@@ -215,7 +215,7 @@ fn list_workers(app: &App) -> Vec<Value> {
             object.insert("state".to_owned(), json!(state));
             object.insert("cause".to_owned(), json!(cause));
             object.insert("epoch".to_owned(), json!(worker.epoch()));
-            object.insert("source".to_owned(), json!(**worker.source()));
+            object.insert("source".to_owned(), json!(*worker.source()));
             object.insert("instance".to_owned(), json!(worker.instance()));
             let models: Vec<_> = worker
                 .models()
@@ -314,7 +314,7 @@ fn pool(app: &App) -> Value {
         let (state, cause) = worker.state();
         json!({
             "id": worker.id(),
-            "source": **worker.source(),
+            "source": *worker.source(),
             "instance": worker.instance(),
             "epoch": worker.epoch(),
             "role": worker.role(),

@@ -262,7 +262,7 @@ impl App {
             worker = worker.id(),
             url = %worker.config.url,
             events = worker.config.events,
-            source = &**worker.source(),
+            source = &*worker.source(),
             epoch = %worker.epoch(),
             "worker added"
         );
@@ -416,6 +416,18 @@ impl Hands for App {
     fn set_labels(&self, id: &WorkerId, labels: BTreeMap<String, String>) {
         if let Some(worker) = self.fleet.members().find(id.as_str()) {
             worker.set_labels(labels);
+        }
+    }
+
+    fn is_described_by(&self, id: &WorkerId, other: &WorkerConfig) -> bool {
+        let members = self.fleet.members();
+        let worker = members.find(id.as_str());
+        worker.is_some_and(|worker| worker.known().is_described_by(other))
+    }
+
+    fn hand_over(&self, id: &WorkerId, source: &Arc<str>, instance: &str) {
+        if let Some(worker) = self.fleet.members().find(id.as_str()) {
+            worker.hand_over(source, instance);
         }
     }
 

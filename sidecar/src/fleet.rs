@@ -84,14 +84,15 @@ impl Members {
     /// other workers.
     #[must_use]
     pub fn mismatches(&self) -> Vec<Vec<String>> {
-        let described: Vec<_> = self.list.iter().map(|worker| worker.described()).collect();
+        let look = |worker: &Arc<Worker>| (worker.source(), worker.described());
+        let described: Vec<(Arc<str>, Described)> = self.list.iter().map(look).collect();
         let mut mates: HashMap<&str, Mates> = HashMap::new();
-        for (worker, described) in self.list.iter().zip(&described) {
-            mates.entry(worker.source()).or_default().add(described);
+        for (source, described) in &described {
+            mates.entry(source).or_default().add(described);
         }
-        let of = |(worker, described): (&Arc<Worker>, &Described)| {
+        let of = |(worker, (source, described)): (&Arc<Worker>, &(Arc<str>, Described))| {
             let mut all = worker.mismatches();
-            all.extend(mates[&**worker.source()].differences(described));
+            all.extend(mates[&**source].differences(described));
             all
         };
         self.list.iter().zip(&described).map(of).collect()

@@ -187,6 +187,27 @@ impl WorkerConfig {
         moved == *other
     }
 
+    /// Tells whether `other` may describe this worker in fewer words: what it says of where the process is and of its cache is the
+    /// same, and what it does not say is left open.
+    #[must_use]
+    pub fn is_described_by(&self, other: &Self) -> bool {
+        fn agrees<T: PartialEq>(own: Option<&T>, other: Option<&T>) -> bool {
+            other.is_none() || own == other
+        }
+        self.id == other.id
+            && self.url == other.url
+            && agrees(self.events.as_ref(), other.events.as_ref())
+            && agrees(self.replay.as_ref(), other.replay.as_ref())
+            && agrees(self.topic.as_ref(), other.topic.as_ref())
+            && agrees(self.block_size.as_ref(), other.block_size.as_ref())
+            && agrees(
+                self.kv_capacity_blocks.as_ref(),
+                other.kv_capacity_blocks.as_ref(),
+            )
+            && agrees(self.bootstrap_port.as_ref(), other.bootstrap_port.as_ref())
+            && (!other.says_dp_ranks() || self.dp_ranks == other.dp_ranks)
+    }
+
     /// Returns what the router has to know.
     #[must_use]
     pub fn spec(&self) -> WorkerSpec {

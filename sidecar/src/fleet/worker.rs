@@ -33,8 +33,6 @@ pub struct Worker {
     /// How quick its requests are.
     pub pulse: Pulse,
     epoch: Epoch,
-    source: Arc<str>,
-    instance: String,
     router: Arc<Router>,
     breaker: Mutex<Breaker>,
     standing: Mutex<Standing>,
@@ -62,6 +60,9 @@ pub struct Worker {
 #[derive(Debug)]
 struct Standing {
     member: Member,
+    /// The source that speaks for it, and what that calls this life.
+    source: Arc<str>,
+    instance: String,
     role: Role,
     labels: Arc<BTreeMap<String, String>>,
     /// What its source says of it, before anything was learned.
@@ -145,12 +146,12 @@ impl Worker {
             metrics: metrics.worker(config.id.as_str()),
             pulse: Pulse::default(),
             epoch: member.epoch(),
-            source,
-            instance: sighting.instance,
             router: Arc::clone(router),
             breaker: Mutex::new(Breaker::new(settings.breaker_threshold, cool_down)),
             standing: Mutex::new(Standing {
                 member,
+                source,
+                instance: sighting.instance,
                 role: config.role,
                 labels: Arc::new(config.labels.clone()),
                 told,
@@ -187,16 +188,23 @@ impl Worker {
         self.epoch
     }
 
-    /// Returns the name of the source that told of it.
+    /// Returns the name of the source that tells of it.
     #[must_use]
-    pub const fn source(&self) -> &Arc<str> {
-        &self.source
+    pub fn source(&self) -> Arc<str> {
+        Arc::clone(&self.standing.lock().source)
     }
 
     /// Returns what its source calls this life; empty where it cannot tell lives apart.
     #[must_use]
-    pub fn instance(&self) -> &str {
-        &self.instance
+    pub fn instance(&self) -> String {
+        self.standing.lock().instance.clone()
+    }
+
+    /// Takes in that another source speaks for it, and what that calls this life.
+    pub(crate) fn hand_over(&self, source: &Arc<str>, instance: &str) {
+        let mut standing = self.standing.lock();
+        standing.source = Arc::clone(source);
+        instance.clone_into(&mut standing.instance);
     }
 
     /// Returns what it does at the moment.
@@ -377,18 +385,21 @@ impl Worker {
     /// Returns what it is now known to be, when more was learned since this was last asked.
     pub(crate) fn take_news(&self) -> Option<WorkerConfig> {
         let has_news = self.has_news.swap(false, Ordering::Relaxed);
-        has_news.then(|| {
-            let described = self.described();
-            let standing = self.standing.lock();
-            let mut whole = described.complete(&standing.told);
-            if described.dp_ranks.is_none() {
-                whole.dp_ranks = self.config.dp_ranks;
-            }
-            if standing.is_role_asked || standing.told.says_role() {
-                whole.role = standing.role;
-            }
-            whole
-        })
+        has_news.then(|| self.known())
+    }
+
+    /// Returns what it is now known to be: what its source says, and what was learned.
+    pub(crate) fn known(&self) -> WorkerConfig {
+        let described = self.described();
+        let standing = self.standing.lock();
+        let mut whole = described.complete(&standing.told);
+        if described.dp_ranks.is_none() {
+            whole.dp_ranks = self.config.dp_ranks;
+        }
+        if standing.is_role_asked || standing.told.says_role() {
+            whole.role = standing.role;
+        }
+        whole
     }
 
     /// Tells whether the engine is to be asked for its description, once.
@@ -413,20 +424,21 @@ impl Worker {
         epoch: Epoch,
         parts: (&Config, &Arc<Router>, &Metrics),
     ) -> Self {
-        let (member, told, is_role_asked) = {
+        let (member, told, source, instance, is_role_asked) = {
             let standing = self.standing.lock();
             (
                 standing.member.reborn(epoch),
                 Arc::clone(&standing.told),
+                Arc::clone(&standing.source),
+                standing.instance.clone(),
                 standing.is_role_asked,
             )
         };
         let sighting = Sighting {
             worker: config,
-            instance: self.instance.clone(),
+            instance,
             phase: Phase::Serving,
         };
-        let source = Arc::clone(&self.source);
         let next = Self::new(sighting, told, source, member, parts);
         // It is the same process, of which all of this was learned.
         *next.description.write() = Arc::clone(&self.description.read());

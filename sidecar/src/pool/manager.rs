@@ -1,8 +1,9 @@
 //! Keeps the fleet as the sources say: compares what each lists with what there is, and makes the difference come about.
 //!
 //! Every source publishes whole lists, so an answer depends on the last list of each alone. Where two list one name, who was
-//! first keeps it for as long as it lists it, and the other is reported. A worker that is about to go finishes what it has; one
-//! whose life ended gives way at once to the next life of its name.
+//! first keeps it for as long as it lists it, and the other is reported; then the other goes on with the same life, where it means
+//! the same process. A worker that is about to go finishes what it has; one whose life ended gives way at once to the next life
+//! of its name.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -34,6 +35,10 @@ pub trait Hands {
     fn set_role(&self, id: &WorkerId, role: Role);
     /// Changes a worker's labels.
     fn set_labels(&self, id: &WorkerId, labels: BTreeMap<String, String>);
+    /// Tells whether a worker that is there is what another source describes, as far as it is known.
+    fn is_described_by(&self, id: &WorkerId, other: &WorkerConfig) -> bool;
+    /// Tells of another source that speaks for a worker from now on, and what it calls this life.
+    fn hand_over(&self, id: &WorkerId, source: &Arc<str>, instance: &str);
     /// Tells whether a worker has nothing left to finish, or is not there to finish it.
     fn is_done(&self, id: &WorkerId) -> bool;
 }
@@ -72,6 +77,8 @@ struct Entry {
     source: SourceId,
     /// As it was last acted on.
     sighting: Sighting,
+    /// What each source that lists the name called this life when it first told of it.
+    words: BTreeMap<SourceId, String>,
     is_unlisted: bool,
     leaving: Option<Leaving>,
 }
@@ -279,9 +286,10 @@ impl fmt::Debug for Manager {
 }
 
 impl Entry {
-    const fn new(source: SourceId, sighting: Sighting) -> Self {
+    fn new(source: SourceId, sighting: Sighting) -> Self {
         Self {
             source,
+            words: BTreeMap::from([(source, sighting.instance.clone())]),
             sighting,
             is_unlisted: false,
             leaving: None,
@@ -318,11 +326,20 @@ impl Desk {
     fn follow_members(&mut self, hands: &impl Hands, now: Instant) {
         let (sources, drain) = (&self.sources, self.drain);
         self.members.retain(|id, entry| {
+            entry.hear(id, sources);
             let source = &sources[entry.source.0];
             let Some(sighting) = source.sees(id) else {
                 if source.absence == Absence::Ended {
                     hands.remove(id, "its source says that it ended");
                     return false;
+                }
+                if let Some((heir, sighting)) = entry.heir(id, sources, hands) {
+                    let source = &sources[heir.0].name;
+                    info!(worker = %id, source = &**source, "another source lists the worker and goes on with it");
+                    hands.hand_over(id, source, &sighting.instance);
+                    entry.become_of(heir, sighting);
+                    entry.follow(sighting, hands, now, drain);
+                    return true;
                 }
                 if !std::mem::replace(&mut entry.is_unlisted, true) {
                     hands.learn(id, Fact::Listed(false));
@@ -420,6 +437,45 @@ impl Desk {
 const SETTLING: Duration = Duration::from_millis(200);
 
 impl Entry {
+    /// Remembers what sources call this life, of those that had not told of it yet.
+    fn hear(&mut self, id: &WorkerId, sources: &[Source]) {
+        for (index, source) in sources.iter().enumerate() {
+            if let Some(sighting) = source.sees(id) {
+                let word = self.words.entry(SourceId(index));
+                word.or_insert_with(|| sighting.instance.clone());
+            }
+        }
+    }
+
+    /// Finds another source that lists this life, now that its own does not. What it calls the life must not have changed since
+    /// it first told of it.
+    fn heir<'a>(
+        &self,
+        id: &WorkerId,
+        sources: &'a [Source],
+        hands: &impl Hands,
+    ) -> Option<(SourceId, &'a Sighting)> {
+        let numbered = (0..).map(SourceId).zip(sources);
+        let others = numbered.filter(|(number, _)| *number != self.source);
+        let mut seen = others.filter_map(|(number, source)| Some((number, source.sees(id)?)));
+        seen.find(|(number, sighting)| {
+            sighting.phase != Phase::Leaving
+                && self.words.get(number) == Some(&sighting.instance)
+                && may_be_one_instance(&self.sighting.instance, &sighting.instance)
+                && hands.is_described_by(id, &sighting.worker)
+        })
+    }
+
+    /// Takes another source for its own.
+    fn become_of(&mut self, source: SourceId, sighting: &Sighting) {
+        self.source = source;
+        self.sighting.instance.clone_from(&sighting.instance);
+        if !sighting.worker.says_role() {
+            // What says nothing of the role takes back nothing that another source said.
+            self.sighting.worker.role = sighting.worker.role;
+        }
+    }
+
     fn follow(&mut self, next: &Sighting, hands: &impl Hands, now: Instant, drain: Duration) {
         let id = &next.worker.id;
         let last = &self.sighting;
@@ -450,6 +506,18 @@ impl Entry {
             until: now.checked_add(drain).unwrap_or(now),
         });
     }
+}
+
+/// Tells whether what two sources call a life may be the same one. Some say more than others: a pod's uid, or that and the number of
+/// its restarts behind a slash; or nothing.
+fn may_be_one_instance(one: &str, other: &str) -> bool {
+    let (less, more) = if one.len() < other.len() {
+        (one, other)
+    } else {
+        (other, one)
+    };
+    let rest = more.strip_prefix(less);
+    less.is_empty() || rest.is_some_and(|rest| rest.is_empty() || rest.starts_with('/'))
 }
 
 /// Tells whether two sightings are of one life: what would change where it is, or what is known of its cache, is the same.

@@ -316,7 +316,7 @@ async fn random_publications_leave_no_ghost_and_lose_nobody() {
         let matches = members.list().iter().all(|worker| {
             let index = ["one", "two", "three"]
                 .iter()
-                .position(|name| **name == **worker.source());
+                .position(|name| **name == *worker.source());
             let mut listed = last[index.unwrap()].iter();
             listed
                 .any(|of| of.worker.id.as_str() == worker.id() && of.instance == worker.instance())
@@ -332,4 +332,40 @@ async fn random_publications_leave_no_ghost_and_lose_nobody() {
         .map(|info| info.id.to_string())
         .collect();
     assert_eq!(router, wanted, "the router knows the same");
+}
+
+#[tokio::test]
+async fn of_two_sources_the_second_goes_on_with_the_life_and_the_cache_of_the_first() {
+    let engine = engine(1.0).await;
+    let handle = sidecar(|_| {}).await;
+    let [file, dns] = ["file", "dns"].map(|name| source(&handle, name, Absence::Left));
+    let mut told = sighting("w", &engine.url(), "");
+    told.worker.events = engine.events_endpoint().map(str::to_owned);
+    file.publish(vec![told]);
+    until_state(&handle, "w", "ready").await;
+    dns.publish(vec![sighting("w", &engine.url(), "")]);
+    post(handle.proxy_addr, COMPLETIONS, &completion(0, 1)).await;
+    eventually("stored", || {
+        let workers = handle.app().router.workers(Instant::now());
+        workers[0].index_blocks.device > 0
+    })
+    .await;
+    let before = worker(&handle, "w").await;
+    file.publish(Vec::new());
+    eventually("handed over", || {
+        let members = handle.app().fleet.members();
+        members
+            .find("w")
+            .is_some_and(|worker| &*worker.source() == "dns")
+    })
+    .await;
+    let after = worker(&handle, "w").await;
+    assert_eq!(after["epoch"], before["epoch"]);
+    assert_eq!(after["state"], "ready");
+    assert_eq!(after["trust"][0]["batches"], before["trust"][0]["batches"]);
+    for kept in ["events", "index_blocks"] {
+        assert_eq!(after[kept], before[kept]);
+    }
+    dns.publish(Vec::new());
+    eventually("removed", || ids(&handle).is_empty()).await;
 }

@@ -68,11 +68,23 @@ impl Hands for Fake {
     }
 
     fn set_role(&self, id: &WorkerId, role: Role) {
-        self.change(id, |life| life.sighting.worker.role = role);
+        self.change(id, |life| life.sighting.worker.give(Some(role), None));
     }
 
     fn set_labels(&self, id: &WorkerId, labels: BTreeMap<String, String>) {
         self.change(id, |life| life.sighting.worker.labels = labels);
+    }
+
+    fn is_described_by(&self, id: &WorkerId, other: &WorkerConfig) -> bool {
+        let there = self.there.borrow();
+        there[id].sighting.worker.is_described_by(other)
+    }
+
+    fn hand_over(&self, id: &WorkerId, source: &Arc<str>, instance: &str) {
+        self.change(id, |life| {
+            life.source = source.to_string();
+            life.sighting.instance = instance.to_owned();
+        });
     }
 
     fn is_done(&self, id: &WorkerId) -> bool {
@@ -155,7 +167,7 @@ fn another_instance_or_address_is_another_life_and_a_role_is_not() {
     bench.listed(bench.pods, &[seen("a", "1")]);
     assert_eq!(bench.number("a"), Some(1));
     let mut other_role = seen("a", "1");
-    other_role.worker.role = Role::Prefill;
+    other_role.worker.give(Some(Role::Prefill), None);
     other_role.worker.labels.insert("zone".into(), "x".into());
     bench.listed(bench.pods, &[other_role.clone()]);
     let life = bench.hands.life("a").unwrap();
@@ -317,6 +329,131 @@ fn one_that_cannot_be_added_is_named_and_tried_again_with_the_next_list() {
     assert!(bench.manager.report().sources[1].refused.is_empty());
 }
 
+#[test]
+fn another_source_that_lists_the_same_process_goes_on_with_it() {
+    let mut bench = Bench::new();
+    let (dns, _) = bench.manager.attach("dns", Absence::Left);
+    let mut said = seen("a", "");
+    said.worker.events = Some("tcp://h:5557".to_owned());
+    said.worker.give(Some(Role::Prefill), None);
+    bench.listed(bench.file, &[said.clone()]);
+    // A name server knows an address and nothing else.
+    bench.listed(dns, &[seen("a", "")]);
+    bench.listed(bench.file, &[]);
+    let life = bench.hands.life("a").unwrap();
+    assert_eq!((life.number, &*life.source, life.listed), (1, "dns", true));
+    assert_eq!(life.sighting.worker.role, Role::Prefill);
+    assert_eq!(bench.manager.report().conflicts, []);
+    bench.listed(bench.file, &[said]);
+    bench.listed(dns, &[]);
+    let life = bench.hands.life("a").unwrap();
+    assert_eq!((life.number, &*life.source), (1, "file"));
+    bench.listed(bench.file, &[]);
+    assert!(!bench.hands.life("a").unwrap().listed);
+    // Nobody listed it for a moment, and it is still there.
+    let mut decode = seen("a", "");
+    decode.worker.give(Some(Role::Decode), None);
+    bench.listed(dns, &[decode]);
+    bench.pass(90.0);
+    let life = bench.hands.life("a").unwrap();
+    assert_eq!((life.number, &*life.source, life.listed), (1, "dns", true));
+    assert_eq!(life.sighting.worker.role, Role::Decode);
+}
+
+#[test]
+fn another_process_is_not_gone_on_with() {
+    let other_place = at(seen("a", ""), "http://h:2");
+    let mut other_events = seen("a", "");
+    other_events.worker.events = Some("tcp://h:1".to_owned());
+    for second in [other_place, other_events, seen("a", "uid-2/0")] {
+        let mut bench = Bench::new();
+        let (dns, _) = bench.manager.attach("dns", Absence::Left);
+        bench.listed(bench.file, &[seen("a", "uid-1/0")]);
+        bench.listed(dns, std::slice::from_ref(&second));
+        bench.listed(bench.file, &[]);
+        let life = bench.hands.life("a").unwrap();
+        assert_eq!((life.number, life.listed), (1, false), "{second:?}");
+        bench.pass(1.0);
+        assert_eq!(bench.number("a"), Some(2), "{second:?}");
+    }
+}
+
+#[test]
+fn a_process_that_began_anew_unseen_by_its_source_is_another_life_to_the_next_one() {
+    let mut bench = Bench::new();
+    let (slices, _) = bench.manager.attach("slices", Absence::Left);
+    bench.listed(bench.file, &[seen("a", "")]);
+    for restarts in ["uid-1/0", "uid-1/1"] {
+        bench.listed(slices, &[seen("a", restarts)]);
+    }
+    bench.listed(bench.file, &[]);
+    bench.pass(1.0);
+    assert_eq!(bench.number("a"), Some(2));
+    // The second source now tells of lives in fewer words than the first.
+    bench.listed(bench.file, &[seen("a", "uid-1")]);
+    bench.listed(slices, &[]);
+    bench.pass(1.0);
+    assert_eq!(bench.number("a"), Some(2));
+    assert!(!may_be_one_instance("uid-1", "uid-10"));
+}
+
+/// No source here tells of another life, so a life may only end while nobody lists its name.
+#[test]
+fn in_a_thousand_random_orders_no_life_ends_while_some_source_lists_it() {
+    let names = ["a", "b", "c", "d"];
+    let (mut kept, mut ended) = (0, 0);
+    for seed in 0..1_000 {
+        let mut random = fastrand::Rng::with_seed(seed);
+        let mut bench = Bench::new();
+        let (dns, _) = bench.manager.attach("dns", Absence::Left);
+        let (slices, _) = bench.manager.attach("slices", Absence::Left);
+        let sources = [
+            (bench.file, "file", ""),
+            (dns, "dns", ""),
+            (slices, "slices", "uid"),
+        ];
+        let mut last: [BTreeSet<&str>; 3] = Default::default();
+        let mut lives: BTreeMap<&str, u64> = BTreeMap::new();
+        for _ in 0..random.usize(10..60) {
+            if random.f64() < 0.4 {
+                bench.pass(random.f64() * 40.0);
+            } else {
+                let index = random.usize(..3);
+                let (source, _, instance) = sources[index];
+                last[index] = names.into_iter().filter(|_| random.bool()).collect();
+                let list = last[index].iter().map(|id| {
+                    let mut sighting = seen(id, instance);
+                    let role = [Role::Prefill, Role::Decode][random.usize(..2)];
+                    sighting.worker.give(Some(role), None);
+                    sighting
+                });
+                let list: Vec<_> = list.collect();
+                bench.listed(source, &list);
+            }
+            for id in names {
+                let listing = sources
+                    .iter()
+                    .zip(&last)
+                    .filter(|(_, list)| list.contains(id));
+                let listing: Vec<&str> = listing.map(|((_, name, _), _)| *name).collect();
+                if listing.is_empty() {
+                    ended += usize::from(lives.remove(id).is_some());
+                    continue;
+                }
+                let life = bench.hands.life(id).expect("somebody lists it");
+                assert!(
+                    life.listed && listing.contains(&&*life.source),
+                    "seed {seed}"
+                );
+                let before = *lives.entry(id).or_insert(life.number);
+                assert_eq!(life.number, before, "seed {seed}: {id} of {listing:?}");
+                kept += 1;
+            }
+        }
+    }
+    assert!(kept > 50_000 && ended > 1_000, "{kept}, {ended}");
+}
+
 /// What a source may say at random of 5 names.
 fn random_list(random: &mut fastrand::Rng) -> Vec<Sighting> {
     let mut list = Vec::new();
@@ -325,7 +462,8 @@ fn random_list(random: &mut fastrand::Rng) -> Vec<Sighting> {
             continue;
         }
         let mut sighting = seen(id, ["", "1", "2"][random.usize(..3)]);
-        sighting.worker.role = [Role::Both, Role::Prefill, Role::Decode][random.usize(..3)];
+        let role = [Role::Both, Role::Prefill, Role::Decode][random.usize(..3)];
+        sighting.worker.give(Some(role), None);
         sighting.phase = [
             Phase::Starting,
             Phase::Serving,
