@@ -21,5 +21,6 @@ pub mod proxy;
 pub mod request;
 pub mod scrape;
 pub mod serve;
+pub mod signals;
 pub mod tokenize;
 pub mod tokenizer;

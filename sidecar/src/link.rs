@@ -15,9 +15,12 @@ mod wire;
 mod tests;
 
 use std::io::Write as _;
+use std::pin::pin;
 
 use kvlane::{Error, ErrorKind, Result};
 use tokio_util::sync::CancellationToken;
+
+use crate::signals::Ending;
 
 pub use self::args::{LinkArgs, LinkTransport, Piece, Size};
 
@@ -27,13 +30,20 @@ pub use self::args::{LinkArgs, LinkTransport, Piece, Size};
 /// The peer cannot be reached, is no kvlane of this version, or does not answer in time; a file cannot be written.
 pub async fn run(args: LinkArgs) -> Result<()> {
     if args.peer == "listen" {
+        let mut ending = Ending::watch()?;
         let listener = listen::Listener::bind(&args).await?;
         tracing::info!(
             address = %listener.address(),
             transport = listener.transport(),
             "waiting for kvlane link HOST:PORT"
         );
-        return listener.serve(CancellationToken::new()).await;
+        let cancel = CancellationToken::new();
+        let mut serving = pin!(listener.serve(cancel.clone()));
+        tokio::select! {
+            served = serving.as_mut() => return served,
+            () = ending.asked() => cancel.cancel(),
+        }
+        return serving.await;
     }
     let measured = measure::measure(&args).await?;
     let text = if args.json {

@@ -81,7 +81,7 @@ fn main() -> ExitCode {
                 .with_source(error)
         })
         .and_then(|runtime| match cli.command {
-            Command::Serve(args) => Ok(runtime.block_on(serve::run(*args))),
+            Command::Serve(args) => runtime.block_on(serve::run(*args)),
             Command::Demo(args) => runtime
                 .block_on(demo::run(args))
                 .map(|()| ExitCode::SUCCESS),

@@ -31,6 +31,7 @@ use crate::net::HostPort;
 use crate::pool::{rebalance, sources};
 use crate::proxy::ProxyBody;
 use crate::request::Tokenize;
+use crate::signals::Ending;
 use crate::tokenizer;
 
 /// A running sidecar. Dropping it stops it without waiting.
@@ -89,32 +90,42 @@ impl std::error::Error for StartError {
 
 /// Runs `kvlane serve` until a signal ends it: 0 after an orderly end, 2 when the configuration is refused, 1 when an
 /// address cannot be had.
-pub async fn run(args: ServeArgs) -> ExitCode {
+///
+/// # Errors
+/// Those of [`Ending::watch`].
+pub async fn run(args: ServeArgs) -> kvlane::Result<ExitCode> {
+    let mut ending = Ending::watch()?;
     let started = async {
         let config = Config::from_args(&args).map_err(StartError::Config)?;
         start(config).await
     };
-    let handle = match started.await {
+    let started = tokio::select! {
+        started = started => started,
+        () = ending.asked() => {
+            info!("stopped before it had started");
+            return Ok(ExitCode::SUCCESS);
+        }
+    };
+    let handle = match started {
         Ok(handle) => handle,
         Err(problem) => {
             error!("{problem}");
-            return ExitCode::from(if matches!(problem, StartError::Config(_)) {
-                2
-            } else {
-                1
-            });
+            return Ok(ExitCode::from(
+                if matches!(problem, StartError::Config(_)) {
+                    2
+                } else {
+                    1
+                },
+            ));
         }
     };
-    if let Err(problem) = until_signal().await {
-        error!(cause = %problem, "signals cannot be received");
-        return ExitCode::from(1);
-    }
+    ending.asked().await;
     info!("stopping: open requests are finished first; another signal stops at once");
     tokio::select! {
         () = handle.shutdown() => info!("stopped"),
-        _ = until_signal() => warn!("stopped at once"),
+        () = ending.asked() => warn!("stopped at once"),
     }
-    ExitCode::SUCCESS
+    Ok(ExitCode::SUCCESS)
 }
 
 /// Starts the sidecar on the current runtime and returns when it listens.
@@ -341,15 +352,4 @@ fn address_of(
         address: address.clone(),
         source,
     })
-}
-
-async fn until_signal() -> std::io::Result<()> {
-    use tokio::signal::unix::{SignalKind, signal};
-    let mut terminate = signal(SignalKind::terminate())?;
-    let mut interrupt = signal(SignalKind::interrupt())?;
-    tokio::select! {
-        _ = terminate.recv() => {}
-        _ = interrupt.recv() => {}
-    }
-    Ok(())
 }

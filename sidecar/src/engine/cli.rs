@@ -7,6 +7,8 @@ use std::time::Duration;
 use clap::{Args, ValueEnum};
 use kvlane::{Result, Role};
 
+use crate::signals::Ending;
+
 use super::{Engine, EngineConfig, EventConfig, KvProtocol, KvTransport, TransferConfig};
 
 /// Flags of `kvlane engine`: a simulated vLLM with finite KV, KV events, metrics and vLLM's HTTP fields.
@@ -190,6 +192,7 @@ impl EngineArgs {
 /// # Errors
 /// Those of [`Engine::start`], or [`kvlane::ErrorKind::Config`] when signals cannot be watched.
 pub async fn run(args: EngineArgs) -> Result<()> {
+    let mut ending = Ending::watch()?;
     let engine = Engine::start(args.to_config()).await?;
     tracing::info!(
         url = engine.url(),
@@ -202,19 +205,7 @@ pub async fn run(args: EngineArgs) -> Result<()> {
         block_size = args.block_size,
         "simulated engine serves"
     );
-    let stopped = stop_signal().await;
+    ending.asked().await;
     engine.shutdown().await;
-    stopped
-}
-
-async fn stop_signal() -> Result<()> {
-    use tokio::signal::unix::{SignalKind, signal};
-    let failed = |error: std::io::Error| {
-        kvlane::Error::new(kvlane::ErrorKind::Config, "cannot watch for signals").with_source(error)
-    };
-    let mut terminate = signal(SignalKind::terminate()).map_err(failed)?;
-    tokio::select! {
-        interrupted = tokio::signal::ctrl_c() => interrupted.map_err(failed),
-        _ = terminate.recv() => Ok(()),
-    }
+    Ok(())
 }

@@ -100,7 +100,7 @@ impl Listener {
         }
     }
 
-    /// Serves until cancelled or interrupted, or until the first measurement is over where that was asked for.
+    /// Serves until cancelled, or until the first measurement is over where that was asked for.
     pub(super) async fn serve(self, cancel: CancellationToken) -> Result<()> {
         let (tasks, room) = (
             TaskTracker::new(),
@@ -109,7 +109,6 @@ impl Listener {
         loop {
             let accepted = tokio::select! {
                 () = cancel.cancelled() => break,
-                _ = tokio::signal::ctrl_c() => break,
                 accepted = self.socket.accept() => accepted,
             };
             let (stream, peer) = match accepted {

@@ -90,6 +90,50 @@ impl Drop for Running {
     }
 }
 
+/// Whoever is told that a program is there may end it at once.
+#[test]
+fn what_has_said_that_it_is_there_ends_in_order() {
+    for (flags, says) in [
+        (&["engine", "--listen", "127.0.0.1:0"][..], "serves"),
+        (&["link", "listen", "--bind", "127.0.0.1:0"], "waiting"),
+        (
+            &[
+                "serve",
+                "--listen",
+                "127.0.0.1:0",
+                "--admin",
+                "127.0.0.1:0",
+                "--worker",
+                "id=w1,url=http://127.0.0.1:9",
+            ],
+            "listening",
+        ),
+    ] {
+        for name in ["TERM", "INT"] {
+            let mut child = Command::new(env!("CARGO_BIN_EXE_kvlane"))
+                .args(flags)
+                .env("RUST_LOG", "info")
+                .stderr(Stdio::piped())
+                .spawn()
+                .unwrap();
+            let mut lines = BufReader::new(child.stderr.take().unwrap()).lines();
+            let said = lines.find(|line| line.as_ref().unwrap().contains(says));
+            assert!(said.is_some(), "{flags:?} ends by itself");
+            let id = child.id().to_string();
+            let sent = Command::new("kill").args(["-s", name, &id]).status();
+            assert!(sent.unwrap().success());
+            // What it still says has to go somewhere.
+            let rest: Vec<String> = lines.map_while(Result::ok).collect();
+            let status = child.wait().unwrap();
+            assert_eq!(
+                status.code(),
+                Some(0),
+                "{flags:?} {name}: {status} {rest:?}"
+            );
+        }
+    }
+}
+
 #[test]
 fn refused_configuration_exits_with_2_and_names_the_key() {
     let folder = tempfile::tempdir().unwrap();
