@@ -34,7 +34,7 @@ pub async fn follow(worker: Arc<Worker>, fleet: Arc<Fleet>, config: Arc<Config>)
     }
 }
 
-/// Probes health; asks for the models whenever the worker has just become healthy, and now and then.
+/// Probes health; asks for the models whenever the engine is asked what it is, and now and then.
 async fn probe_loop(worker: &Arc<Worker>, fleet: &Fleet, interval: Duration) {
     const MODELS_EVERY: Duration = Duration::from_secs(30);
     const TIMEOUTS_UNTIL_DOWN: u32 = 3;
@@ -72,14 +72,13 @@ async fn probe_loop(worker: &Arc<Worker>, fleet: &Fleet, interval: Duration) {
             }
         }
         let is_healthy = worker.healthy() == Some(true);
-        let due = models_at.is_none_or(|at| at.elapsed() >= MODELS_EVERY);
-        if is_healthy && (due || !was_healthy) {
-            models_at = Some(Instant::now());
-            learn_models(worker, fleet).await;
-        }
         if is_healthy && (worker.take_stale() || !was_healthy || again.is_due()) {
-            let was_answered = describe(worker).await;
+            models_at = Some(Instant::now());
+            let was_answered = describe(worker, fleet).await;
             again.note(was_answered);
+        } else if is_healthy && models_at.is_none_or(|at| at.elapsed() >= MODELS_EVERY) {
+            models_at = Some(Instant::now());
+            learn_models(fleet, worker, ask(worker, MODELS).await.ok().flatten());
         }
         // One that is down is asked more often, so that it is missed no longer than needed.
         let pause = if is_healthy {
@@ -102,7 +101,10 @@ const WHILE_DOWN: Duration = Duration::from_millis(500);
 const MIN_PROBE_TIMEOUT: Duration = Duration::from_secs(2);
 const SMALL: usize = 64 << 10;
 
-async fn learn_models(worker: &Worker, fleet: &Fleet) {
+const MODELS: &str = "/v1/models";
+
+/// Takes in the models that a worker serves, and returns the answer that told of them.
+fn learn_models(fleet: &Fleet, worker: &Worker, answer: Option<Value>) -> Option<Value> {
     #[derive(Deserialize)]
     struct List {
         data: Vec<Entry>,
@@ -112,12 +114,9 @@ async fn learn_models(worker: &Worker, fleet: &Fleet) {
         id: String,
         parent: Option<String>,
     }
-    let answer = get(worker, "/v1/models", 1 << 20, MIN_PROBE_TIMEOUT).await;
-    let Ok((StatusCode::OK, body)) = answer else {
-        return;
-    };
-    let Ok(list) = serde_json::from_slice::<List>(&body) else {
-        return;
+    let answer = answer?;
+    let Ok(list) = List::deserialize(&answer) else {
+        return Some(answer);
     };
     let models = list.data.into_iter().map(|entry| Model {
         is_adapter: entry.parent.is_some_and(|parent| !parent.is_empty()),
@@ -126,6 +125,7 @@ async fn learn_models(worker: &Worker, fleet: &Fleet) {
     if worker.set_models(models.collect()) {
         fleet.refresh_models();
     }
+    Some(answer)
 }
 
 /// When a description that is not whole is asked for again.
@@ -154,30 +154,32 @@ impl Again {
     }
 }
 
+/// Asks a worker for JSON: nothing where it answers, and says that it does not know.
+async fn ask(worker: &Worker, path: &'static str) -> Result<Option<Value>, FetchError> {
+    match get(worker, path, 4 << 20, MIN_PROBE_TIMEOUT).await {
+        Ok((StatusCode::OK, body)) => Ok(serde_json::from_slice::<Value>(&body).ok()),
+        Ok(_) | Err(FetchError::TooLarge) => Ok(None),
+        Err(error) => {
+            debug!(worker = worker.id(), path, cause = %error, "no description");
+            Err(error)
+        }
+    }
+}
+
 /// Asks the engine what it is; tells whether every question was answered. Hardly any engine knows all of them, and one that
 /// says so has answered.
-async fn describe(worker: &Worker) -> bool {
-    let ask = |path: &'static str| async move {
-        match get(worker, path, 4 << 20, MIN_PROBE_TIMEOUT).await {
-            Ok((StatusCode::OK, body)) => Ok(serde_json::from_slice::<Value>(&body).ok()),
-            Ok(_) | Err(FetchError::TooLarge) => Ok(None),
-            Err(error) => {
-                debug!(worker = worker.id(), path, cause = %error, "no description");
-                Err(error)
-            }
-        }
-    };
+async fn describe(worker: &Worker, fleet: &Fleet) -> bool {
     let server_info = async {
         // The newer name first: the older one is a burden for an engine that has both. As text, vLLM tells less.
-        match ask("/server_info?config_format=json").await {
-            Ok(None) => ask("/get_server_info").await,
+        match ask(worker, "/server_info?config_format=json").await {
+            Ok(None) => ask(worker, "/get_server_info").await,
             info => info,
         }
     };
     let (models, version, sources, info) = tokio::join!(
-        ask("/v1/models"),
-        ask("/version"),
-        ask("/kv_event_sources"),
+        ask(worker, MODELS),
+        ask(worker, "/version"),
+        ask(worker, "/kv_event_sources"),
         server_info
     );
     let host = worker.config.url.address().host();
@@ -191,16 +193,17 @@ async fn describe(worker: &Worker) -> bool {
     if let Ok(Some(info)) = info {
         described.read_server_info(&info, host);
     }
-    if let Ok(Some(version)) = version {
-        described.read_version(&version);
+    if let Ok(Some(version)) = &version {
+        described.read_version(version);
     }
-    if let Ok(Some(models)) = models {
+    let is_there = version.is_ok();
+    if let Ok(Some(models)) = models.map(|models| learn_models(fleet, worker, models)) {
         described.read_models(&models);
     }
     if let Ok(Some(sources)) = sources {
         described.read_event_sources(&sources, host);
     }
-    worker.answered(described);
+    worker.answered(described, is_there);
     all_answered
 }
 

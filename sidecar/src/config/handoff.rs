@@ -39,17 +39,13 @@ pub struct HandoffSettings {
     /// frees prefill workers sooner, at the cost of those that decode).
     #[serde(default = "default_busy_requests")]
     pub busy_requests: usize,
-    /// Seconds for which an engine holds a prefill that nobody fetches (default 30, vLLM's since 0.22; more than the engine's
-    /// own sends what is no longer there).
-    #[serde(default = "default_lease")]
-    pub lease_seconds: f64,
+    /// Seconds for which an engine holds a prefill that nobody fetches (default: what vLLM of its version does, 30 where the
+    /// version is not understood; more than the engine's own sends what is no longer there).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub lease_seconds: Option<f64>,
     /// Targets and assumptions of the planner.
     #[serde(default)]
     pub planner: HandoffConfig,
-}
-
-const fn default_lease() -> f64 {
-    30.0
 }
 
 const fn default_bootstrap_port() -> u16 {
@@ -75,11 +71,14 @@ impl HandoffSettings {
 
     /// Checks every range.
     pub(super) fn validate(&self) -> Result<(), String> {
+        let fixed = Some(self.link_fixed_seconds);
         for (key, value, low, high) in [
-            ("link_fixed_seconds", self.link_fixed_seconds, 0.0, 600.0),
+            ("link_fixed_seconds", fixed, 0.0, 600.0),
             ("lease_seconds", self.lease_seconds, 1.0, 3_600.0),
         ] {
-            if !(low..=high).contains(&value) {
+            if let Some(value) = value
+                && !(low..=high).contains(&value)
+            {
                 return Err(format!(
                     "handoff.{key}: {value} is not accepted; accepted: {low} to {high} seconds"
                 ));

@@ -272,7 +272,7 @@ fn a_handoff_needs_what_only_a_measurement_can_tell() {
     let handoff = config.handoff.unwrap();
     assert_eq!(
         (handoff.lease_seconds, handoff.link_fixed_seconds),
-        (30.0, 0.0)
+        (None, 0.0)
     );
     let planner = kvlane::handoff::HandoffConfig::default().objectives(2.0, Some(0.1));
     assert_eq!(handoff.planner, planner);

@@ -83,6 +83,8 @@ struct Description {
     answered: Described,
     /// As its metrics show.
     measured: Described,
+    /// The engine was asked, and answered if only that it does not know.
+    was_asked: bool,
     mismatches: Vec<String>,
 }
 
@@ -318,6 +320,12 @@ impl Worker {
         self.description.read().whole()
     }
 
+    /// Returns what its engine says of itself; `None` before it was asked.
+    pub(crate) fn description(&self) -> Option<Described> {
+        let description = self.description.read();
+        description.was_asked.then(|| description.whole())
+    }
+
     /// Returns what its engine answered, its metrics aside.
     pub(crate) fn answers(&self) -> Described {
         self.description.read().answered.clone()
@@ -329,21 +337,18 @@ impl Worker {
         self.description.read().answered.version.clone()
     }
 
-    /// Returns what workers must have in common to hand KV over to each other: model and version. `None` before both are known.
-    #[must_use]
-    pub fn compatibility(&self) -> Option<String> {
-        self.description.read().answered.compatibility()
-    }
-
     /// Names where its engine contradicts what its source says.
     #[must_use]
     pub fn mismatches(&self) -> Vec<String> {
         self.description.read().mismatches.clone()
     }
 
-    /// Takes in what the engine answered.
-    pub(crate) fn answered(&self, answered: Described) {
-        self.redescribe(|description| description.answered = answered);
+    /// Takes in what the engine answered; `is_there` when it answered anything at all.
+    pub(crate) fn answered(&self, answered: Described, is_there: bool) {
+        self.redescribe(|description| {
+            description.answered = answered;
+            description.was_asked |= is_there;
+        });
     }
 
     /// Takes in what the engine's metrics show.
@@ -400,6 +405,11 @@ impl Worker {
             whole.role = standing.role;
         }
         whole
+    }
+
+    /// Lets the next probe ask the engine for its description: something that rests on it has failed.
+    pub(crate) fn ask_again(&self) {
+        self.is_stale.store(true, Ordering::Relaxed);
     }
 
     /// Tells whether the engine is to be asked for its description, once.
@@ -575,7 +585,7 @@ impl Worker {
     fn cache_ended(&self, cause: &str) {
         let cause = format!("the engine's process ended: {cause}");
         // What runs there next may be another version with other settings.
-        self.is_stale.store(true, Ordering::Relaxed);
+        self.ask_again();
         self.tell(|router, id| {
             let _ = router.forget_placements(id);
             if self

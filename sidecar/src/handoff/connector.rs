@@ -59,7 +59,7 @@ impl Connector {
 
     /// Finds the connector that an engine's `/server_info` tells of: SGLang's mode, or vLLM's connector anywhere in it (its
     /// shape depends on the version and on the query).
-    pub(super) fn told(info: &serde_json::Value) -> Option<Self> {
+    pub(crate) fn told(info: &serde_json::Value) -> Option<Self> {
         let mode = info
             .get("disaggregation_mode")
             .and_then(|mode| mode.as_str());

@@ -29,7 +29,7 @@ pub use gaps::{Disturbing, Gaps, RankGaps, StreamGaps, noticeable};
 pub use leg::{Leg, LegContext, Unsplittable, check_splittable, local_body, strip};
 pub use links::{DEFAULT_LINK, LinkSettings, Links};
 pub use mooncake::Mooncake;
-pub use nixl::{Nixl, lease_of};
+pub use nixl::Nixl;
 pub use pairing::{Known, PairTerms, Pairing, PairingRules};
 pub use peers::{Peer, PeerFacts, Peers};
 pub use sglang::Sglang;

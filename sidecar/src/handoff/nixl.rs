@@ -17,7 +17,7 @@ pub struct Nixl {
 }
 
 impl Nixl {
-    /// Creates the protocol for a prefill worker that holds its cache for `lease`; see [`lease_of`].
+    /// Creates the protocol for a prefill worker that holds its cache for `lease`.
     #[must_use]
     pub const fn new(lease: Duration) -> Self {
         Self { lease }
@@ -36,8 +36,7 @@ impl Nixl {
 ///
 /// # Source
 /// vLLM wheels: `VLLM_NIXL_ABORT_REQUEST_TIMEOUT` 120 s up to 0.11.0, 480 s up to 0.21; `kv_lease_duration` 30 s since 0.22.
-#[must_use]
-pub fn lease_of(version: &str) -> Duration {
+pub(super) fn lease_of(version: &str) -> Duration {
     let mut numbers = version
         .trim_start_matches('v')
         .split(['.', '+', '-', 'r'])

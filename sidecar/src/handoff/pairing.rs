@@ -13,6 +13,7 @@ use kvlane::handoff::{LinkId, PlanWorker};
 use super::Protocol;
 use super::connector::{Connector, ProtocolChoice};
 use super::links::Links;
+use super::nixl::lease_of;
 use super::peers::{Peer, PeerFacts, Peers};
 use crate::fleet::{Members, Worker};
 
@@ -21,8 +22,8 @@ use crate::fleet::{Members, Worker};
 pub struct PairingRules {
     /// Which connector workers are taken to have.
     pub protocol: ProtocolChoice,
-    /// For how long a prefill worker holds what nobody fetches.
-    pub lease: Duration,
+    /// For how long a prefill worker holds what nobody fetches; `None` takes what its version does.
+    pub lease: Option<Duration>,
 }
 
 /// Knows what workers have in common.
@@ -151,9 +152,12 @@ impl Pairing {
             peer.doubt();
             return None;
         }
+        let labels = worker.labels();
+        let version = version(&labels, facts).unwrap_or_default();
+        let lease = self.rules.lease.unwrap_or_else(|| lease_of(version));
         Some(PairTerms {
-            protocol: connector.protocol(self.rules.lease),
-            lease: self.rules.lease,
+            protocol: connector.protocol(lease),
+            lease,
             may_fall_back: connector.decoder_serves_alone(),
             bootstrap_port: self.peers.bootstrap_port(worker, facts),
             prefill_engine: engine,
@@ -188,18 +192,49 @@ type Labels = BTreeMap<String, String>;
 
 /// Names what must be the same on both sides.
 fn group(labels: &Labels, facts: &PeerFacts, connector: Connector) -> String {
-    let version = labels.get("version");
-    let version = version.or(facts.version.as_ref());
-    let version = version.map_or("unknown version", String::as_str);
-    format!(
-        "{}, {version}, {}",
-        facts.models.join(" "),
-        connector.as_str()
-    )
+    let version = version(labels, facts).unwrap_or("unknown version");
+    let mut models = facts.models.clone();
+    // vLLM's NIXL compares what its model was started as.
+    let model = facts.model.clone().filter(|model| !models.contains(model));
+    models.extend(model.filter(|_| connector == Connector::Nixl));
+    format!("{}, {version}, {}", models.join(" "), connector.as_str())
+}
+
+/// Returns the version of an engine, as far as a label or the engine tells.
+fn version<'a>(labels: &'a Labels, facts: &'a PeerFacts) -> Option<&'a str> {
+    let label = labels.get("version");
+    label.or(facts.version.as_ref()).map(String::as_str)
 }
 
 /// Returns the host that shares its ports: the label `host`, or that of the URL.
 fn host<'a>(worker: &'a Worker, labels: &'a Labels) -> &'a str {
     let label = labels.get("host");
     label.map_or_else(|| worker.config.url.address().host(), String::as_str)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_group_is_what_engines_compare() {
+        let facts = |model: &str, version: &str| PeerFacts {
+            version: Some(version.to_owned()),
+            models: vec!["m".to_owned()],
+            model: Some(model.to_owned()),
+            ..PeerFacts::default()
+        };
+        let named = |facts: &PeerFacts, connector| group(&Labels::new(), facts, connector);
+        let of = |model, version, connector| named(&facts(model, version), connector);
+        assert_eq!(of("/a/m", "1", Connector::Nixl), "m /a/m, 1, nixl");
+        assert_eq!(of("m", "1", Connector::Nixl), "m, 1, nixl");
+        // They do not ask where the other has its model from.
+        assert_eq!(of("/a/m", "1", Connector::Mooncake), "m, 1, mooncake");
+        assert_eq!(of("/b/m", "2", Connector::Sglang), "m, 2, sglang");
+        let silent = PeerFacts::default();
+        assert_eq!(named(&silent, Connector::Nixl), ", unknown version, nixl");
+        let labels = Labels::from([("version".to_owned(), "3".to_owned())]);
+        let labelled = group(&labels, &facts("m", "1"), Connector::Nixl);
+        assert_eq!(labelled, "m, 3, nixl");
+    }
 }

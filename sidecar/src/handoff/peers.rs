@@ -1,5 +1,5 @@
-//! What is asked of workers before they hand over to each other: version, models, connector, and the engine ids of
-//! Mooncake's.
+//! What is known of workers before they hand over to each other: version, models and connector as their engines describe
+//! themselves, and the engine ids of Mooncake's, which its bootstrap service alone tells.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
@@ -13,12 +13,13 @@ use parking_lot::RwLock;
 use serde::Serialize;
 use serde_json::Value;
 use tokio::sync::Notify;
+use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use tracing::debug;
 
 use super::connector::Connector;
-use crate::fleet::{Fleet, Worker};
+use crate::fleet::{Fleet, Model, Worker};
 use crate::forward::upstream::Pool;
 use crate::net::HostPort;
 use crate::scrape;
@@ -30,6 +31,8 @@ pub struct PeerFacts {
     pub version: Option<String>,
     /// The models that it serves, adapters aside, in order.
     pub models: Vec<String>,
+    /// What it was started with for a model: engines that compare it refuse those that have it under another name.
+    pub model: Option<String>,
     /// Its connector.
     pub connector: Option<Connector>,
     /// Engine ids by rank, where a Mooncake bootstrap service tells them.
@@ -38,12 +41,42 @@ pub struct PeerFacts {
     pub bootstrap_port: Option<u16>,
 }
 
+impl PeerFacts {
+    /// Puts together what a worker's engine and its labels say; `None` before the engine was asked.
+    fn told(worker: &Worker) -> Option<Self> {
+        let described = worker.description()?;
+        let own = |model: &&Model| !model.is_adapter;
+        let models = worker.models();
+        let mut models: Vec<_> = models
+            .iter()
+            .filter(own)
+            .map(|model| model.id.clone())
+            .collect();
+        models.sort_unstable();
+        let labels = worker.labels();
+        let label = labels.get("connector");
+        Some(Self {
+            version: described.version,
+            models,
+            model: described.model,
+            connector: label
+                .and_then(|label| Connector::parse(label))
+                .or(described.handoff),
+            engines: BTreeMap::new(),
+            bootstrap_port: described.bootstrap_port,
+        })
+    }
+}
+
 /// What is known of one life of a worker.
 #[derive(Debug)]
 pub struct Peer {
     worker: Arc<Worker>,
     facts: Arc<PeerFacts>,
-    at: Instant,
+    /// What it was told by the engine and the labels alone.
+    told: PeerFacts,
+    /// When its bootstrap service was asked, where it may have one.
+    asked: Option<Instant>,
     /// Something that rests on it has failed.
     doubted: AtomicBool,
 }
@@ -58,19 +91,21 @@ impl Peer {
     /// Takes note that what rests on these facts has failed: the engine may have restarted, so it is asked again.
     pub fn doubt(&self) {
         self.doubted.store(true, Ordering::Relaxed);
+        self.worker.ask_again();
     }
 
     fn is_due(&self) -> bool {
-        self.doubted.load(Ordering::Relaxed) || self.at.elapsed() >= AGAIN
+        self.asked
+            .is_some_and(|at| self.doubted.load(Ordering::Relaxed) || at.elapsed() >= AGAIN)
     }
 }
 
-/// Asks workers, again and again.
+/// Keeps what is known of workers up to date.
 #[derive(Debug)]
 pub struct Peers {
     shared: Arc<Shared>,
     started: Instant,
-    /// Every worker that was there at first was asked.
+    /// Every worker that was there at first is known.
     settled: AtomicBool,
     stop: CancellationToken,
 }
@@ -84,21 +119,19 @@ struct Shared {
     wanted: Notify,
 }
 
-/// How long an answer is believed.
+/// How long an answer of a bootstrap service is believed.
 const AGAIN: Duration = Duration::from_secs(10);
-/// How often it is looked whom to ask.
+/// How often it is looked what workers are now.
 const LOOK_EVERY: Duration = Duration::from_millis(100);
 /// How long workers that do not answer keep others from being taken for ready.
 const GRACE: Duration = Duration::from_secs(5);
 /// Time that one question is given.
 const PATIENCE: Duration = Duration::from_secs(2);
-/// vLLM tells its connector in this form alone; SGLang knows one form.
-const SERVER_INFO: &str = "/server_info?config_format=json";
-/// A server's own description of itself may be long.
+/// Bound of a bootstrap service's answer.
 const MAX_ANSWER: usize = 1 << 20;
 
 impl Peers {
-    /// Begins to ask the workers of a fleet; ends when dropped. Must be called within a runtime.
+    /// Begins to follow the workers of a fleet; ends when dropped. Must be called within a runtime.
     #[must_use]
     pub fn start(fleet: Arc<Fleet>, bootstrap_port: u16) -> Self {
         let shared = Arc::new(Shared {
@@ -111,7 +144,7 @@ impl Peers {
         let tasks = TaskTracker::new();
         tasks.spawn(
             stop.clone()
-                .run_until_cancelled_owned(Arc::clone(&shared).ask_on(tasks.clone())),
+                .run_until_cancelled_owned(Arc::clone(&shared).follow(tasks.clone())),
         );
         Self {
             shared,
@@ -121,7 +154,7 @@ impl Peers {
         }
     }
 
-    /// Returns what is known of a worker; `None` before it was asked.
+    /// Returns what is known of a worker; `None` before its engine was asked.
     #[must_use]
     pub fn of(&self, worker: &Arc<Worker>) -> Option<Arc<Peer>> {
         let known = self.shared.known.read().get(&worker.config.id).cloned();
@@ -132,7 +165,7 @@ impl Peers {
         known
     }
 
-    /// Tells whether the workers that were there at first have been asked: before that nothing is split. Stays true; those
+    /// Tells whether the engines of the workers that were there at first have been asked: before that nothing is split. Stays true; those
     /// that are down, or do not answer for five seconds, are not waited for.
     #[must_use]
     pub fn are_settled(&self) -> bool {
@@ -163,20 +196,25 @@ impl Drop for Peers {
 }
 
 impl Shared {
-    async fn ask_on(self: Arc<Self>, tasks: TaskTracker) {
-        // One question at a time for each worker, and no worker that waits for another's answer.
-        let mut asking: HashMap<WorkerId, tokio::task::JoinHandle<()>> = HashMap::new();
+    async fn follow(self: Arc<Self>, tasks: TaskTracker) {
+        // One question at a time for each service, and no worker that waits for another's answer.
+        let mut asking: HashMap<WorkerId, JoinHandle<()>> = HashMap::new();
         loop {
             asking.retain(|_, task| !task.is_finished());
             self.known
                 .write()
                 .retain(|_, peer| !peer.worker.removed().is_cancelled());
             for worker in self.fleet.members().list() {
-                if !asking.contains_key(&worker.config.id) && self.is_due(worker) {
+                let id = &worker.config.id;
+                let Some(told) = self.news(worker).filter(|_| !asking.contains_key(id)) else {
+                    continue;
+                };
+                if has_bootstrap(worker, &told) {
                     let (shared, worker) = (Arc::clone(&self), Arc::clone(worker));
-                    let id = worker.config.id.clone();
-                    let task = tasks.spawn(async move { shared.ask(worker).await });
-                    asking.insert(id, task);
+                    let task = tasks.spawn(async move { shared.ask(worker, told).await });
+                    asking.insert(id.clone(), task);
+                } else {
+                    self.keep(worker, told, None);
                 }
             }
             tokio::select! {
@@ -186,57 +224,40 @@ impl Shared {
         }
     }
 
-    fn is_due(&self, worker: &Arc<Worker>) -> bool {
+    /// Returns what a worker's engine and labels say, where that is new or its bootstrap service is to be asked again.
+    fn news(&self, worker: &Arc<Worker>) -> Option<PeerFacts> {
+        let told = PeerFacts::told(worker)?;
         let known = self.known.read();
         let peer = known.get(&worker.config.id);
-        peer.is_none_or(|peer| !Arc::ptr_eq(&peer.worker, worker) || peer.is_due())
+        let is_new = peer.is_none_or(|peer| {
+            let is_other = !Arc::ptr_eq(&peer.worker, worker) || peer.told != told;
+            is_other || peer.asked.is_some() != has_bootstrap(worker, &told) || peer.is_due()
+        });
+        is_new.then_some(told)
     }
 
-    async fn ask(&self, worker: Arc<Worker>) {
-        // A worker that does not answer is asked again soon, and is not known until it does.
-        let Some(version) = get(&worker, "/version").await else {
-            tokio::time::sleep(LOOK_EVERY).await;
-            return;
-        };
-        let info = get(&worker, SERVER_INFO).await.flatten();
-        let info = info.unwrap_or(Value::Null);
-        let port = info
-            .get("disaggregation_bootstrap_port")
-            .and_then(Value::as_u64)
-            .and_then(|port| u16::try_from(port).ok());
-        let labels = worker.labels();
-        let label = labels.get("connector");
-        let mut facts = PeerFacts {
-            version: version
-                .as_ref()
-                .and_then(|answer| text(answer, "version"))
-                .or_else(|| text(&info, "version")),
-            models: models(get(&worker, "/v1/models").await.flatten()),
-            connector: label
-                .and_then(|label| Connector::parse(label))
-                .or_else(|| Connector::told(&info)),
-            engines: BTreeMap::new(),
-            bootstrap_port: port,
-        };
-        let may_be_mooncake = matches!(facts.connector, None | Some(Connector::Mooncake));
-        if may_be_mooncake && worker.role().serves(Role::Prefill) {
-            facts.engines = self.engines(&worker).await;
-            if !facts.engines.is_empty() {
-                facts.connector = Some(Connector::Mooncake);
-            }
+    async fn ask(&self, worker: Arc<Worker>, told: PeerFacts) {
+        let engines = self.engines(&worker).await;
+        self.keep(&worker, told, Some(engines));
+    }
+
+    /// Keeps what is known of a worker: what it told, and the engine ids if its bootstrap service was asked for them.
+    fn keep(&self, worker: &Arc<Worker>, told: PeerFacts, engines: Option<BTreeMap<u32, String>>) {
+        let asked = engines.is_some().then(Instant::now);
+        let mut facts = told.clone();
+        facts.engines = engines.unwrap_or_default();
+        if !facts.engines.is_empty() {
+            facts.connector = Some(Connector::Mooncake);
         }
-        debug!(
-            worker = worker.id(),
-            ?facts,
-            "asked what it hands over with"
-        );
+        debug!(worker = worker.id(), ?facts, "what it hands over with");
         let peer = Peer {
             facts: Arc::new(facts),
-            at: Instant::now(),
+            told,
+            asked,
             doubted: AtomicBool::new(false),
-            worker,
+            worker: Arc::clone(worker),
         };
-        let id = peer.worker.config.id.clone();
+        let id = worker.config.id.clone();
         self.known.write().insert(id, Arc::new(peer));
     }
 
@@ -265,22 +286,10 @@ impl Shared {
     }
 }
 
-/// Asks for JSON: `None` without an answer, `Some(None)` for one that is no success or no JSON.
-async fn get(worker: &Worker, path: &str) -> Option<Option<Value>> {
-    let (status, body) = scrape::get(worker, path, MAX_ANSWER, PATIENCE).await.ok()?;
-    let value = status.is_success().then(|| serde_json::from_slice(&body));
-    Some(value.and_then(Result::ok))
-}
-
-/// Reads a list of models.
-fn models(answer: Option<Value>) -> Vec<String> {
-    let answer = answer.unwrap_or(Value::Null);
-    let list = answer.get("data").and_then(Value::as_array);
-    let is_base = |model: &&Value| text(model, "parent").is_none();
-    let own = list.into_iter().flatten().filter(is_base);
-    let mut names: Vec<String> = own.filter_map(|model| text(model, "id")).collect();
-    names.sort_unstable();
-    names
+/// Tells whether a bootstrap service of Mooncake's may know more of a worker.
+fn has_bootstrap(worker: &Worker, told: &PeerFacts) -> bool {
+    let may_be_mooncake = matches!(told.connector, None | Some(Connector::Mooncake));
+    may_be_mooncake && worker.role().serves(Role::Prefill)
 }
 
 fn text(value: &Value, name: &str) -> Option<String> {

@@ -10,6 +10,7 @@ use serde::Serialize;
 use serde_json::Value;
 
 use crate::config::WorkerConfig;
+use crate::handoff::Connector;
 use crate::net::HostPort;
 
 /// What was learned of an engine; what it did not tell is absent.
@@ -45,9 +46,12 @@ pub struct Described {
     /// What it was started for, when it is not for both.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub role: Option<Role>,
-    /// What hands its KV over.
+    /// What moves its KV: vLLM's connector, SGLang's transfer backend.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub connector: Option<String>,
+    /// How it is asked to hand over.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub handoff: Option<Connector>,
     /// Port where its prefills are fetched (SGLang).
     #[serde(skip_serializing_if = "Option::is_none")]
     pub bootstrap_port: Option<u16>,
@@ -131,6 +135,7 @@ impl Described {
             self.connector = short_text(&body["disaggregation_transfer_backend"]);
             self.bootstrap_port = port(&body["disaggregation_bootstrap_port"]);
         }
+        self.handoff = Connector::told(body).or(self.handoff);
         self.read_transfer_config(&body["vllm_config"]["kv_transfer_config"]);
         self.read_kv_events(&body["kv_events"], host);
     }
@@ -238,13 +243,6 @@ impl Described {
             ));
         }
         all
-    }
-
-    /// Returns what two workers must have in common to hand KV over, when both its parts are known.
-    #[must_use]
-    pub fn compatibility(&self) -> Option<String> {
-        let (version, model) = (self.version.as_ref()?, self.model.as_ref()?);
-        Some(format!("{model} {version}"))
     }
 }
 
@@ -369,7 +367,7 @@ mod tests {
         assert_eq!(described.replay.as_deref(), Some("tcp://gpu-3:21971"));
         assert_eq!(described.topic.as_deref(), Some("kv@w1@tiny"));
         assert_eq!(described.dp_ranks, Some(1));
-        assert_eq!(described.compatibility().unwrap(), "/models/tiny 0.32.0");
+        assert_eq!(described.version.as_deref(), Some("0.32.0"));
     }
 
     #[test]
@@ -391,6 +389,7 @@ mod tests {
             topic: Some("kv".into()),
             role: Some(Role::Prefill),
             connector: Some("nixl".into()),
+            handoff: Some(Connector::Sglang),
             bootstrap_port: Some(8998),
             ..Described::default()
         };
@@ -404,6 +403,7 @@ mod tests {
         let info = json!({"vllm_config": {"kv_transfer_config": config}});
         described.read_server_info(&info, "h");
         assert_eq!(described.connector.as_deref(), Some("NixlConnector"));
+        assert_eq!(described.handoff, Some(Connector::Nixl));
         assert_eq!(described.role, Some(Role::Decode));
     }
 

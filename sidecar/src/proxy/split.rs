@@ -120,7 +120,7 @@ impl Splitter {
         };
         let rules = PairingRules {
             protocol: settings.protocol,
-            lease: seconds(settings.lease_seconds),
+            lease: settings.lease_seconds.map(seconds),
         };
         let peers = Peers::start(Arc::clone(fleet), settings.bootstrap_port);
         Ok(Self {

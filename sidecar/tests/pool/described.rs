@@ -54,7 +54,7 @@ async fn events_of_a_bare_url_are_followed_until_its_worker_is_exact() {
     assert_eq!(shown["engine"]["kv_blocks"], 926);
     assert_eq!(shown["mismatches"], json!([]));
     assert!(shown["index_blocks"]["device"].as_u64() > Some(0));
-    assert!(member().compatibility().unwrap().starts_with("sim "));
+    assert!(member().version().is_some());
 }
 
 #[tokio::test]
@@ -163,11 +163,16 @@ async fn a_question_without_an_answer_takes_nothing_back_and_is_asked_again() {
         (&"prefill".into(), Role::Prefill)
     );
     assert_eq!(shown["events"], "tcp://127.0.0.1:9");
+    assert_eq!(
+        shown["engine"]["handoff"], "sglang",
+        "it is paired as before"
+    );
 
     // An engine that says that it knows no such thing has answered.
     stub.answer("/server_info", None);
     stub.answer("/kv_event_sources", Some(&sources));
     eventually("its role is taken back", || member().role() == Role::Both).await;
+    assert_eq!(member().described().handoff, None);
     assert_eq!(worker(&handle, "w").await["events"], "tcp://127.0.0.1:9");
 }
 
@@ -234,7 +239,7 @@ async fn one_of_another_version_than_its_mates_is_named() {
         members
             .list()
             .iter()
-            .all(|worker| worker.compatibility().is_some())
+            .all(|worker| worker.version().is_some() && worker.described().model.is_some())
     })
     .await;
     let odd = worker(&handle, "w2").await;
@@ -251,5 +256,5 @@ async fn one_of_another_version_than_its_mates_is_named() {
         );
     }
     let member = handle.app().fleet.worker("w2").unwrap();
-    assert_eq!(member.compatibility().as_deref(), Some("org/m 0.31.0"));
+    assert_eq!(member.described().model.as_deref(), Some("org/m"));
 }
