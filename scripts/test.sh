@@ -12,7 +12,7 @@
 #   FUZZ_SECONDS    seconds for each fuzz target (10)
 . "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 
-steps=(format lint core loom workspace dns kubernetes benches docs python node node-gateways fuzz scenarios gateways nixl engines)
+steps=(format lint core loom workspace discovery benches docs python node node-gateways fuzz scenarios gateways nixl engines)
 logs=$target/test-logs
 step_names=() step_seconds=() step_counts=()
 passed=0 failed=0 skipped=0
@@ -66,21 +66,19 @@ step_workspace() {
   cargo test
 }
 
-# Workers from DNS records, asked of a name server on loopback.
-step_dns() {
-  cargo clippy -p kvlane-sidecar --features dns --all-targets -- -D warnings
-  cargo test -p kvlane-sidecar --features dns --lib dns
-  cargo test -p kvlane-sidecar --features dns --test pool dns
-}
-
-# Discovery in Kubernetes, against API servers of our own and against kmock, which others wrote.
-step_kubernetes() {
+# The features that ask others who the workers are, in one build: DNS, asked of a name server on loopback, and Kubernetes,
+# against API servers of our own and against kmock, which others wrote.
+step_discovery() {
   need_venv kmock kmock==0.8
   KVLANE_KMOCK_PYTHON=$venv/bin/python
   export KVLANE_KMOCK_PYTHON
-  cargo clippy -p kvlane-sidecar --features kubernetes --all-targets -- -D warnings
-  cargo test -p kvlane-sidecar --features kubernetes --lib kubernetes
-  cargo test -p kvlane-sidecar --features kubernetes --test kubernetes -- --include-ignored
+  cargo clippy -p kvlane-sidecar --features dns,kubernetes --all-targets -- -D warnings
+  cargo test -p kvlane-sidecar --features dns,kubernetes --lib -- dns kubernetes scale
+  cargo test -p kvlane-sidecar --features dns,kubernetes --test pool dns
+  cargo test -p kvlane-sidecar --features dns,kubernetes --test kubernetes -- --include-ignored
+  # Each alone has to build as well.
+  cargo check -p kvlane-sidecar --features dns
+  cargo check -p kvlane-sidecar --features kubernetes
 }
 
 # Without the peers: that the workload and the comparison do what they say.
