@@ -58,7 +58,17 @@ pub struct Side {
     worker: Arc<Worker>,
     dp_rank: u32,
     guard: Option<RequestGuard>,
+    legs: Legs,
     _in_flight: InFlight,
+}
+
+/// The legs of one worker.
+#[derive(Clone, Copy, Debug, Default)]
+struct Legs {
+    /// Those that were begun. The first takes the breaker's place over.
+    begun: u32,
+    /// Those of them that never got a connection.
+    unconnected: u32,
 }
 
 impl Side {
@@ -70,6 +80,7 @@ impl Side {
             _in_flight: worker.enter(),
             worker,
             guard: Some(guard),
+            legs: Legs::default(),
         }
     }
 
@@ -77,12 +88,6 @@ impl Side {
     #[must_use]
     pub const fn worker(&self) -> &Arc<Worker> {
         &self.worker
-    }
-
-    /// Gives the booking and the breaker's place back: nothing was sent.
-    pub(crate) fn give_back(mut self) {
-        self.worker.abandoned();
-        self.release(&Outcome::not_dispatched(), Instant::now());
     }
 
     fn target(&self) -> WorkerRank {
@@ -108,9 +113,41 @@ impl Side {
         }
     }
 
+    const fn leg_begins(&mut self) {
+        self.legs.begun += 1;
+    }
+
+    const fn leg_did_not_connect(&mut self) {
+        self.legs.unconnected += 1;
+    }
+
+    /// Tells whether the worker may have seen anything of the request.
+    const fn was_reached(&self) -> bool {
+        self.legs.begun > self.legs.unconnected
+    }
+
+    /// Ends the booking. Where nothing of the request reached the worker, it says nothing of the worker, and the note of where the
+    /// prompt went is taken back.
     fn release(&mut self, outcome: &Outcome, now: Instant) {
-        if let Some(guard) = self.guard.take() {
+        let Some(guard) = self.guard.take() else {
+            return;
+        };
+        if self.was_reached() {
             guard.release(outcome, now);
+        } else {
+            guard.release(&Outcome::not_dispatched(), now);
+        }
+    }
+}
+
+impl Drop for Side {
+    /// Gives back what no leg has used: the breaker's place, and the booking.
+    fn drop(&mut self) {
+        if self.legs.begun == 0 {
+            self.worker.abandoned();
+        }
+        if !self.was_reached() {
+            self.release(&Outcome::not_dispatched(), Instant::now());
         }
     }
 }

@@ -392,10 +392,8 @@ impl Splitter {
         let mut prompt_only = request.clone();
         prompt_only.expected_output_tokens = Some(1);
         let (prefill, _) = side(&chosen.prefill, &prompt_only)?;
-        let Some((decode, decision)) = side(&chosen.decode, &request) else {
-            prefill.give_back();
-            return None;
-        };
+        // The prefill worker has its booking back where the decode worker has none.
+        let (decode, decision) = side(&chosen.decode, &request)?;
         Some(Split {
             request: DriveRequest {
                 endpoint: head.endpoint,

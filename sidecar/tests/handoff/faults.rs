@@ -69,6 +69,68 @@ async fn a_prefill_that_fails_is_502_where_nothing_falls_back() {
 }
 
 #[tokio::test]
+async fn what_never_reached_a_worker_is_not_noted_there() {
+    let expected = alone(COMPLETIONS, &completion(1, false)).await;
+    for connector in Connector::ALL {
+        let world = World::start(Plan {
+            connector,
+            ..Plan::default()
+        })
+        .await;
+        world.prefill_gate.close().await;
+        let reply = world.ask(COMPLETIONS, &completion(1, false)).await;
+        world.is_clean().await;
+        if connector.decoder_serves_alone() {
+            assert_eq!(
+                (reply.status.as_u16(), read(&reply.text).0),
+                (200, expected.clone())
+            );
+        } else {
+            is_bad_gateway(&reply);
+        }
+        // The prompt is where it was served, or on its way there when the other leg failed.
+        let noted = ["p", "d"].map(|id| world.noted_blocks(id));
+        assert_eq!(noted, [0, 4], "{connector:?}");
+    }
+}
+
+#[tokio::test]
+async fn what_was_not_sent_to_the_decode_worker_is_not_noted_there() {
+    // It cannot be reached.
+    let world = World::start(Plan::default()).await;
+    world.decode_gate.close().await;
+    is_bad_gateway(&world.ask(COMPLETIONS, &completion(1, false)).await);
+    world.is_clean().await;
+    let noted = ["p", "d"].map(|id| world.noted_blocks(id));
+    assert_eq!(noted, [4, 0]);
+    // Its leg waits for a prefill that is refused.
+    let world = World::start(Plan {
+        prefill_hook: always(Act::Status(400, "{}")),
+        ..Plan::default()
+    })
+    .await;
+    assert_eq!(
+        world.ask(COMPLETIONS, &completion(1, false)).await.status,
+        400
+    );
+    world.is_clean().await;
+    assert_eq!(world.noted_blocks("d"), 0);
+    // The client leaves while the prefill runs.
+    let world = World::start(Plan {
+        prefill_hook: always(Act::Hang),
+        ..Plan::default()
+    })
+    .await;
+    let body = completion(1, true);
+    let asking = world.ask(COMPLETIONS, &body);
+    let left = tokio::time::timeout(Duration::from_millis(200), asking).await;
+    assert!(left.is_err());
+    world.is_clean().await;
+    let noted = ["p", "d"].map(|id| world.noted_blocks(id));
+    assert_eq!(noted, [4, 0]);
+}
+
+#[tokio::test]
 async fn a_refused_request_is_the_clients_own_affair() {
     let refusal = r#"{"error":{"message":"too long"}}"#;
     for (prefill_hook, decode_hook) in [

@@ -18,6 +18,7 @@ use hyper::{Request, Response};
 use hyper_util::rt::TokioIo;
 use serde_json::Value;
 use tokio::net::{TcpListener, TcpStream};
+use tokio::task::AbortHandle;
 
 /// What becomes of a request.
 #[derive(Clone, Debug)]
@@ -59,6 +60,7 @@ pub(crate) fn first(act: Act) -> Hook {
 pub(crate) struct Gate {
     pub(crate) address: SocketAddr,
     requests: Arc<AtomicUsize>,
+    listening: AbortHandle,
 }
 
 impl Gate {
@@ -67,7 +69,7 @@ impl Gate {
         let address = listener.local_addr().unwrap();
         let requests = Arc::new(AtomicUsize::new(0));
         let count = requests.clone();
-        tokio::spawn(async move {
+        let listening = tokio::spawn(async move {
             while let Ok((stream, _)) = listener.accept().await {
                 let (hook, count) = (hook.clone(), count.clone());
                 let service =
@@ -76,7 +78,19 @@ impl Gate {
                 tokio::spawn(builder.serve_connection(TokioIo::new(stream), service));
             }
         });
-        Self { address, requests }
+        Self {
+            address,
+            requests,
+            listening: listening.abort_handle(),
+        }
+    }
+
+    /// Lets nobody connect any more.
+    pub(crate) async fn close(&self) {
+        self.listening.abort();
+        while TcpStream::connect(self.address).await.is_ok() {
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
     }
 
     pub(crate) fn requests(&self) -> usize {

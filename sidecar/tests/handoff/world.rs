@@ -181,12 +181,18 @@ impl World {
         *self.prefill.lock() = Some(again);
     }
 
+    /// Returns how many blocks of the prompt are noted to be on their way to a worker.
+    pub(crate) fn noted_blocks(&self, id: &str) -> u32 {
+        let prompt = booked_prompt();
+        let request = SelectRequest::new(&prompt);
+        let candidates = self.router.rank(&request, Instant::now()).unwrap();
+        let mut of = candidates.iter();
+        let of = of.find(|candidate| candidate.target.worker.as_str() == id);
+        of.unwrap().predicted_blocks
+    }
+
     fn side(&self, id: &str) -> Side {
-        let prompt = Prompt::from_tokens(
-            &(0..64).collect::<Vec<u32>>(),
-            BlockSize::default(),
-            &SaltContext::default(),
-        );
+        let prompt = booked_prompt();
         let request = SelectRequest::new(&prompt);
         let guard = self
             .router
@@ -271,7 +277,12 @@ impl World {
     }
 }
 
-/// Returns an address that was free a moment ago.
+/// The prompt that workers are booked for.
+fn booked_prompt() -> Prompt {
+    let tokens: Vec<u32> = (0..64).collect();
+    Prompt::from_tokens(&tokens, BlockSize::default(), &SaltContext::default())
+}
+
 /// Starts an engine at addresses that it can be started at again. Another process may take one of them first: then others
 /// are tried.
 async fn start_at_free_addresses(mut config: EngineConfig) -> (EngineHandle, EngineConfig) {
@@ -290,6 +301,7 @@ async fn start_at_free_addresses(mut config: EngineConfig) -> (EngineHandle, Eng
     panic!("an engine cannot be started: {problem:?}");
 }
 
+/// Returns an address that was free a moment ago.
 fn free_address() -> SocketAddr {
     let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     listener.local_addr().unwrap()

@@ -35,6 +35,8 @@ pub(super) enum LegEvent {
 pub(super) struct LegError {
     pub(super) failure: Failure,
     pub(super) why: String,
+    /// The worker saw nothing of it.
+    pub(super) unconnected: bool,
     /// The worker's answer, if it gave one.
     answer: Option<(Box<Parts>, Bytes)>,
 }
@@ -44,6 +46,7 @@ impl LegError {
         Self {
             failure,
             why: format!("worker {:?} {why}", worker.id()),
+            unconnected: false,
             answer: None,
         }
     }
@@ -246,10 +249,16 @@ impl Sending {
         };
         let response = match sent {
             Ok(Ok(response)) => response,
-            Ok(Err(
-                UpstreamError::Connect(why) | UpstreamError::Slow(why) | UpstreamError::Broken(why),
-            )) => {
-                return Err(self.lost(Failure::Unreachable, &format!("cannot be reached: {why}")));
+            Ok(Err(UpstreamError::Connect(why) | UpstreamError::Slow(why))) => {
+                let error = self.lost(Failure::Unreachable, &format!("cannot be reached: {why}"));
+                return Err(LegError {
+                    unconnected: true,
+                    ..error
+                });
+            }
+            Ok(Err(UpstreamError::Broken(why))) => {
+                let why = format!("ended the connection before its answer: {why}");
+                return Err(self.lost(Failure::Unreachable, &why));
             }
             Err(_) => return Err(self.lost(Failure::Failed, "did not answer in time")),
         };

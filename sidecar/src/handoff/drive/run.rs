@@ -184,6 +184,9 @@ impl Run {
                 self.prefill = None;
                 self.prefill_disturbs = None;
                 self.doubt();
+                if error.unconnected {
+                    self.pair.prefill.leg_did_not_connect();
+                }
                 Some(Event::PrefillFailed(self.failed(error)))
             }
             LegEvent::Began(attempt, parts) => self.began(attempt, parts),
@@ -200,6 +203,9 @@ impl Run {
                 self.decode_disturbs = None;
                 if self.fetching == Some(attempt) && !self.fetched {
                     self.doubt();
+                }
+                if error.unconnected {
+                    self.pair.decode.leg_did_not_connect();
                 }
                 Event::DecodeFailed(attempt, self.failed(error))
             }),
@@ -459,6 +465,7 @@ impl Run {
         let protocol = &self.pair.terms.protocol;
         let leg = protocol.prefill(request.endpoint, &request.body, ticket, &self.context());
         let sending = Sending::new(request, &self.pair.prefill, &leg, self.shared.limits);
+        self.pair.prefill.leg_begins();
         let task = self.tasks.spawn(sending.prefill(self.events.0.clone()));
         let now = Instant::now();
         self.prefill_sent = Some(now);
@@ -514,6 +521,7 @@ impl Run {
         if self.fetching == Some(attempt) {
             sending = sending.once();
         }
+        self.pair.decode.leg_begins();
         let task = self
             .tasks
             .spawn(sending.decode(attempt, self.events.0.clone()));

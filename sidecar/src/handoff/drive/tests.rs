@@ -10,6 +10,7 @@ use super::*;
 use crate::config::{Config, WorkerConfig};
 use crate::engine::{Engine, EngineConfig, EngineHandle, TransferConfig};
 use crate::fleet::Fleet;
+use crate::forward::breaker::State;
 use crate::handoff::{Connector, LegContext};
 use crate::metrics::Metrics;
 
@@ -173,4 +174,28 @@ async fn a_busy_decode_worker_fetches_nothing_for_nobody() {
         (0, 1)
     );
     assert_eq!(bench.decode.stats().generated_tokens, 0);
+}
+
+#[tokio::test]
+async fn a_side_without_a_leg_gives_the_breakers_place_back() {
+    let bench = Bench::start().await;
+    let members = bench.fleet.members();
+    let worker = members.find("d").unwrap();
+    let now = Instant::now();
+    while worker.breaker_state() == State::Closed {
+        worker.failed(now);
+    }
+    worker.tick(now + Duration::from_secs(3_600));
+    // One request may try.
+    assert!(worker.admit());
+    let side = bench.side("d");
+    assert!(!worker.admit());
+    drop(side);
+    assert!(worker.admit());
+    // A leg has a place of its own to give back.
+    let mut side = bench.side("d");
+    side.leg_begins();
+    drop(side);
+    assert!(!worker.admit());
+    assert_eq!(bench.router.stats().active_leases, 0);
 }
