@@ -10,6 +10,7 @@ mod flags;
 mod handoff;
 mod keys;
 mod kubernetes;
+pub(crate) mod mask;
 mod planner;
 mod processes;
 mod worker;
@@ -287,7 +288,8 @@ impl Serialize for Secret {
     }
 }
 
-const MASK: &str = "***";
+/// Stands where something is not shown.
+pub(crate) const MASK: &str = "***";
 
 /// Why a configuration is refused, in one message that names the key.
 #[derive(Clone, Debug, PartialEq, Eq)]

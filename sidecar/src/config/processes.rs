@@ -9,7 +9,7 @@ use serde::de::Error as _;
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use serde_json::{Value, json};
 
-use super::{Config, Secret, WorkerConfig};
+use super::{Config, Secret, WorkerConfig, mask};
 use crate::pool::process::placeholders;
 
 /// How engines of one kind are started. Unknown keys are refused.
@@ -20,8 +20,8 @@ pub struct ProcessTemplate {
     /// The name, 1 to 64 letters, digits, `.`, `_` and `-`; the workers are called `NAME-0`, `NAME-1` and so on.
     pub name: String,
     /// Program and arguments; no shell reads them. `{port}`, `{events_port}`, `{replay_port}`, `{side_channel_port}`, `{gpus}`,
-    /// `{model}`, `{name}` and `{index}` are replaced.
-    #[serde(deserialize_with = "words")]
+    /// `{model}`, `{name}` and `{index}` are replaced. Values of flags and variables that look like keys are not shown.
+    #[serde(deserialize_with = "words", serialize_with = "masked")]
     pub command: Vec<String>,
     /// How many are started, 1 to 256 (default: one for each entry of `gpus`, otherwise 1).
     #[serde(default)]
@@ -470,6 +470,10 @@ fn words<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<String>, D::E
         })
     };
     list.iter().map(word).collect()
+}
+
+fn masked<S: Serializer>(command: &[String], serializer: S) -> Result<S::Ok, S::Error> {
+    mask::command(command).serialize(serializer)
 }
 
 fn environment<'de, D: Deserializer<'de>>(

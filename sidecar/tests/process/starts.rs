@@ -245,6 +245,37 @@ fn a_first_engine_that_fails_lets_the_next_one_try() {
 }
 
 #[test]
+fn keys_that_an_engine_was_given_are_shown_nowhere() {
+    let machine = Machine::new();
+    let name = unique();
+    // As engines do, it writes down what it was given.
+    let script = "echo args: $0 $@ token=$HF_TOKEN; exit 1";
+    let template = format!(
+        "name: {name}, command: [sh, -c, '{script}', --api-key, s3cret-1, '{{port}}', --db=redis://u:s3cret-2@h/], environment: {{HF_TOKEN: s3cret-3}}, {QUICK}"
+    );
+    let sidecar = machine.serve(&[template]);
+    let process = sidecar.until(&format!("{name}-0"), "gave-up");
+    let why = process["last_error"].as_str().unwrap();
+    assert!(
+        why.contains("args: --api-key *** ***") && why.contains("token=***"),
+        "{why}"
+    );
+    let (_, log) = sidecar.get(&format!("/v1/processes/{name}-0/log"));
+    let lines = log["lines"].as_array().unwrap();
+    let starts = |line: &Value| {
+        let line = line.as_str().unwrap();
+        line.contains("starting [") && line.contains(r#""--api-key", "***""#)
+    };
+    assert!(lines.iter().any(starts), "{lines:#?}");
+    let (_, config) = sidecar.get("/v1/config");
+    let shown = [sidecar.report(), log, config].map(|of| of.to_string());
+    let said = sidecar.log().join("\n");
+    for text in shown.iter().chain([&said]) {
+        assert!(text.contains("***") && !text.contains("s3cret"), "{text}");
+    }
+}
+
+#[test]
 fn logs_go_to_a_file_within_its_bounds() {
     let machine = Machine::new();
     let name = unique();

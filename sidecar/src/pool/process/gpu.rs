@@ -40,7 +40,8 @@ pub(super) struct User {
     /// What it holds of the GPU's memory, where the driver tells.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(super) bytes: Option<u64>,
-    pub(super) command: String,
+    /// What its program is called. Its arguments, which may hold keys, are its owner's.
+    pub(super) name: String,
 }
 
 impl Gpu {
@@ -113,7 +114,7 @@ fn describe(nvml: &Nvml, index: u32) -> Result<Gpu, NvmlError> {
             UsedGpuMemory::Used(bytes) => Some(bytes),
             UsedGpuMemory::Unavailable => None,
         },
-        command: proc::command_line(user.pid),
+        name: proc::name(user.pid),
     });
     Ok(Gpu {
         index,

@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use super::placeholders;
 use super::ports::Ports;
 use super::run::{PROCESS, RUN, RunId};
-use crate::config::{ProcessTemplate, WorkerConfig};
+use crate::config::{ProcessTemplate, WorkerConfig, mask};
 
 /// One of the workers that a template asks for.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -28,6 +28,16 @@ pub(super) struct Launch {
     pub(super) worker: WorkerConfig,
     /// The ports by placeholder.
     pub(super) ports: BTreeMap<&'static str, u16>,
+}
+
+impl Launch {
+    /// Lists what the engine was given and nobody should read in what it writes: many print their arguments.
+    pub(super) fn secrets(&self) -> impl Iterator<Item = String> {
+        let named = self.environment.iter();
+        let named = named.filter(|(name, _)| mask::is_secret_name(name));
+        let named = named.map(|(_, value)| value.clone());
+        mask::hidden(&self.command).into_iter().chain(named)
+    }
 }
 
 /// Prepares one start, on fresh ports.

@@ -1,6 +1,6 @@
 //! What an engine writes, kept within bounds.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeSet, VecDeque};
 use std::fs::{File, OpenOptions};
 use std::io::{self, PipeReader, Read, Write};
 use std::path::{Path, PathBuf};
@@ -10,12 +10,16 @@ use parking_lot::Mutex;
 use tokio::sync::oneshot;
 use tracing::warn;
 
+use crate::config::MASK;
+
 /// The last output of one engine, over its restarts.
 #[derive(Debug)]
 pub(super) struct Log {
     kept: Mutex<VecDeque<u8>>,
     most_bytes: usize,
     file: Option<Mutex<Rotating>>,
+    /// What is not shown, though it was written.
+    hidden: Mutex<BTreeSet<String>>,
 }
 
 impl Log {
@@ -38,7 +42,14 @@ impl Log {
             kept: Mutex::new(VecDeque::new()),
             most_bytes,
             file,
+            hidden: Mutex::default(),
         }
+    }
+
+    /// Shows none of this from now on; files hold what was written. What is shorter than four bytes stands in too much else.
+    pub(super) fn hide(&self, secrets: impl Iterator<Item = String>) {
+        let long = secrets.filter(|secret| secret.len() >= 4);
+        self.hidden.lock().extend(long);
     }
 
     /// Reads a pipe to its end, on a thread of its own: an engine whose output is not read stands still, so reading must not
@@ -83,7 +94,12 @@ impl Log {
     /// Returns what is kept as lines, oldest first.
     pub(super) fn lines(&self) -> Vec<String> {
         let bytes: Vec<u8> = self.kept.lock().iter().copied().collect();
-        let text = String::from_utf8_lossy(&bytes);
+        let mut text = String::from_utf8_lossy(&bytes).into_owned();
+        for secret in &*self.hidden.lock() {
+            if text.contains(secret) {
+                text = text.replace(secret, MASK);
+            }
+        }
         text.lines()
             .map(|line| line.trim_end().to_owned())
             .collect()
@@ -206,6 +222,15 @@ mod tests {
         let read = |name: &str| std::fs::read(folder.path().join(name)).unwrap();
         assert_eq!(read("w.log"), b"6");
         assert_eq!(read("w.log.1").len(), 100);
+    }
+
+    #[test]
+    fn what_is_hidden_is_shown_nowhere() {
+        let log = Log::new("w", 1000, None, 0);
+        log.hide(["s3cret".to_owned(), "a".to_owned()].into_iter());
+        log.append(b"args: ['s3cret'] and s3crets of a\n");
+        assert_eq!(log.lines(), ["args: ['***'] and ***s of a"]);
+        assert_eq!(log.tail(), "last lines: args: ['***'] and ***s of a");
     }
 
     #[test]

@@ -316,7 +316,7 @@ fn tell_of_foreign<'a>(
                 gpu = gpu.index,
                 pid = user.pid,
                 bytes = user.bytes,
-                command = user.command,
+                name = user.name,
                 "another process uses a GPU that an engine is given; there may not be enough memory for both"
             );
         }

@@ -7,6 +7,8 @@ use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, PidfdFlags, Signal, kill_process, pidfd_open, pidfd_send_signal};
 
+use crate::config::mask;
+
 /// A process, by its id and the moment it began (in clock ticks since the machine did), so that another one that has its
 /// id later is not taken for it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -120,16 +122,21 @@ pub(super) fn variable(pid: u32, name: &str) -> Option<String> {
         .map(|value| String::from_utf8_lossy(value).into_owned())
 }
 
-/// Returns a process's command line, at most some 300 bytes of it.
+/// Returns what a process's program is called.
+pub(super) fn name(pid: u32) -> String {
+    read(pid, "comm").unwrap_or_default().trim().to_owned()
+}
+
+/// Returns a process's command line as it may be shown, at most some 300 bytes of it.
 pub(super) fn command_line(pid: u32) -> String {
     const MOST: usize = 300;
-    let line = std::fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
-    let line = String::from_utf8_lossy(&line).replace('\0', " ");
+    let line = read(pid, "cmdline").unwrap_or_default();
+    let words: Vec<String> = line.split('\0').map(str::to_owned).collect();
+    let line = mask::command(&words).join(" ");
     let line = line.trim();
     if line.is_empty() {
         // A kernel thread, or one that has ended.
-        let name = read(pid, "comm").unwrap_or_default();
-        return format!("[{}]", name.trim());
+        return format!("[{}]", name(pid));
     }
     match line.char_indices().find(|(at, _)| *at >= MOST) {
         Some((at, _)) => format!("{}…", &line[..at]),
@@ -258,9 +265,9 @@ mod tests {
 
     #[test]
     fn a_process_that_has_the_id_since_gets_no_signal() {
-        let mut child = Command::new("sleep")
-            .arg("60")
-            .stdin(Stdio::null())
+        let mut child = Command::new("sh")
+            .args(["-c", "read line", "--api-key", "s3cret"])
+            .stdin(Stdio::piped())
             .env("KVLANE_TEST", "here")
             .spawn()
             .unwrap();
@@ -274,9 +281,10 @@ mod tests {
             io::ErrorKind::NotFound
         );
         assert!(is_alive(id) && !is_alive(other));
-        while command_line(id.pid) != "sleep 60" {
+        while command_line(id.pid) != "sh -c read line --api-key ***" {
             std::thread::yield_now();
         }
+        assert_eq!(name(id.pid), "sh");
         assert_eq!(variable(id.pid, "KVLANE_TEST").unwrap(), "here");
         assert_eq!(variable(id.pid, "KVLANE_TES"), None);
         signal(id, Signal::KILL).unwrap();

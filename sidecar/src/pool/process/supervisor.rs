@@ -24,7 +24,7 @@ use super::probe::Probe;
 use super::restarts::{Next, Restarts};
 use super::run::{RunFile, RunId};
 use super::strays::{self, Stray};
-use crate::config::{ProcessTemplate, StrayPolicy, seconds};
+use crate::config::{ProcessTemplate, StrayPolicy, mask, seconds};
 use crate::pool::roster::Phase;
 
 /// What all replicas share.
@@ -264,7 +264,9 @@ impl Supervisor {
             record.ports.clone_from(&launch.ports);
         }
         self.enter(State::Starting);
-        self.log.note(&format!("starting {:?}", launch.command));
+        self.log.hide(launch.secrets());
+        let shown = mask::command(&launch.command);
+        self.log.note(&format!("starting {shown:?}"));
         let begin = Begin {
             guard: &shared.guard,
             stop_after: seconds(self.template.stop_seconds),
