@@ -50,13 +50,15 @@ fn strays(sidecar: &Sidecar, template: &str) -> Vec<u32> {
 #[test]
 fn a_second_start_tells_of_strays_and_waits_only_where_they_are_in_the_way() {
     let machine = Machine::new();
-    let (template, other, on_gpu) = (unique(), unique(), unique());
+    let (template, other, on_gpu, doubtful) = (unique(), unique(), unique(), unique());
     let children = abandon(&machine, &template);
     let engine = shell("exec $ENGINE");
     let sidecar = machine.serve(&[
         format!("name: {template}, command: {engine}, {QUICK}"),
         format!("name: {other}, command: {engine}, {QUICK}"),
         format!("name: {on_gpu}, command: {engine}, gpus: [[MIG-y, MIG-{template}]], {QUICK}"),
+        // Of a part of a card nobody knows here whose part it is.
+        format!("name: {doubtful}, command: {engine}, gpus: [0], {QUICK}"),
     ]);
     let mut expected = children.to_vec();
     expected.sort_unstable();
@@ -69,6 +71,12 @@ fn a_second_start_tells_of_strays_and_waits_only_where_they_are_in_the_way() {
         );
     }
     sidecar.until(&format!("{other}-0"), "serving");
+    sidecar.until(&format!("{doubtful}-0"), "serving");
+    sidecar.says(&[
+        "cannot be told",
+        &format!("process=\"{doubtful}-0\""),
+        &format!("its_gpus=\"MIG-{template}\""),
+    ]);
     for name in [&template, &on_gpu] {
         let process = sidecar.until(&format!("{name}-0"), "blocked");
         let why = process["last_error"].as_str().unwrap();

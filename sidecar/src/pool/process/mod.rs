@@ -10,6 +10,7 @@
 
 mod assign;
 mod board;
+mod cards;
 mod exit;
 mod gate;
 mod gpu;
@@ -64,7 +65,6 @@ use supervisor::{Record, Shared, State, Supervisor};
 pub struct Processes {
     shared: Arc<Shared>,
     kept: Vec<Kept>,
-    inventory: Option<Result<Inventory, String>>,
     /// How long ending all of them may take.
     stop_within: Duration,
 }
@@ -129,6 +129,7 @@ impl Processes {
             metrics,
             ports: Ports::new(),
             gate: Gate::new(folder.clone()),
+            inventory,
             folder,
             board: Board::new(roster),
             tasks: TaskTracker::new(),
@@ -139,7 +140,6 @@ impl Processes {
         let mut processes = Self {
             stop_within: seconds(longest.fold(0.0, f64::max)) + PATIENCE * 4,
             kept: Vec::new(),
-            inventory,
             shared,
         };
         for (template, replicas) in templates.iter().zip(replicas) {
@@ -163,7 +163,7 @@ impl Processes {
             value["state_seconds"] = json!(record.since.elapsed().as_secs_f64());
             value
         };
-        let gpus = match &self.inventory {
+        let gpus = match &self.shared.inventory {
             None => Value::Null,
             Some(Ok(inventory)) => json!(inventory),
             Some(Err(why)) => json!({"error": why}),

@@ -8,6 +8,8 @@ use std::time::Duration;
 
 use serde::Serialize;
 
+use super::cards::{self, Match};
+use super::gpu::Inventory;
 use super::launch::Replica;
 use super::proc::{self, Identity, Stat};
 use super::run::{self, Entry, PROCESS, RUN, RunId};
@@ -29,8 +31,11 @@ pub(super) struct Stray {
 
 impl Stray {
     /// Tells whether a replica must not start beside it: it is a life of the same worker, or on one of its GPUs.
-    pub(super) fn is_in_the_way_of(&self, replica: &Replica) -> bool {
-        self.process == replica.name || self.gpus.iter().any(|gpu| replica.gpus.contains(gpu))
+    pub(super) fn obstructs(&self, replica: &Replica, inventory: Option<&Inventory>) -> Match {
+        if self.process == replica.name {
+            return Match::Yes;
+        }
+        cards::compare(&self.gpus, &replica.gpus, inventory)
     }
 }
 
@@ -192,9 +197,11 @@ mod tests {
             index: 0,
             gpus: vec!["0".to_owned(), "1".to_owned()],
         };
-        assert!(stray("w-0", &[]).is_in_the_way_of(&replica));
-        assert!(stray("x-0", &["1"]).is_in_the_way_of(&replica));
-        assert!(!stray("x-0", &["2"]).is_in_the_way_of(&replica));
-        assert!(!stray("w-1", &[]).is_in_the_way_of(&replica));
+        let obstructs = |stray: Stray| stray.obstructs(&replica, None);
+        assert_eq!(obstructs(stray("w-0", &[])), Match::Yes);
+        assert_eq!(obstructs(stray("x-0", &["1"])), Match::Yes);
+        assert_eq!(obstructs(stray("x-0", &["2"])), Match::No);
+        assert_eq!(obstructs(stray("x-0", &["GPU-2"])), Match::Unknown);
+        assert_eq!(obstructs(stray("w-1", &[])), Match::No);
     }
 }

@@ -12,7 +12,9 @@ use tokio_util::task::TaskTracker;
 use tracing::{error, info, warn};
 
 use super::board::Board;
+use super::cards::Match;
 use super::gate::{Gate, Turn};
+use super::gpu::Inventory;
 use super::launch::{self, Launch, Replica};
 use super::lever::Wanted;
 use super::life::{Begin, End, Life};
@@ -35,6 +37,8 @@ pub(super) struct Shared {
     /// Where run files lie.
     pub(super) folder: Option<PathBuf>,
     pub(super) guard: PathBuf,
+    /// The GPUs of this machine, where a template says something about them.
+    pub(super) inventory: Option<Result<Inventory, String>>,
     pub(super) metrics: ProcessMetrics,
     pub(super) ports: Ports,
     pub(super) gate: Gate,
@@ -194,11 +198,14 @@ impl Supervisor {
     async fn wait_for_strays(&self) {
         const AGAIN: Duration = Duration::from_secs(1);
         let name = &self.replica.name;
-        let mut is_told = false;
+        let (mut is_told, mut is_doubt_told) = (false, false);
         loop {
             let mut strays = strays::search(self.shared.folder.clone()).await;
             self.shared.strays.lock().clone_from(&strays);
-            strays.retain(|stray| stray.is_in_the_way_of(&self.replica));
+            if !std::mem::replace(&mut is_doubt_told, true) {
+                self.tell_of_doubt(&strays);
+            }
+            strays.retain(|stray| self.obstructs(stray) == Match::Yes);
             if strays.is_empty() {
                 return;
             }
@@ -227,6 +234,32 @@ impl Supervisor {
             }
             self.enter_because(State::Blocked, Some(why));
             tokio::time::sleep(AGAIN).await;
+        }
+    }
+
+    /// Tells whether a process of an earlier run is in this replica's way.
+    fn obstructs(&self, stray: &Stray) -> Match {
+        let inventory = self.shared.inventory.as_ref();
+        let inventory = inventory.and_then(|found| found.as_ref().ok());
+        stray.obstructs(&self.replica, inventory)
+    }
+
+    /// Says of which processes of an earlier run it cannot be told whether they are on this replica's GPUs.
+    fn tell_of_doubt(&self, strays: &[Stray]) {
+        let why = match &self.shared.inventory {
+            Some(Err(why)) => why,
+            _ => "the driver does not tell which cards these are",
+        };
+        let doubtful = strays.iter();
+        for stray in doubtful.filter(|stray| self.obstructs(stray) == Match::Unknown) {
+            warn!(
+                process = self.replica.name,
+                gpus = self.replica.gpus.join(","),
+                pid = stray.pid,
+                its_gpus = stray.gpus.join(","),
+                cause = why,
+                "it cannot be told whether a process of an earlier run is on the GPU of an engine, which is started"
+            );
         }
     }
 
