@@ -4,6 +4,7 @@
 //! each worker: whether it may be chosen.
 
 mod pulse;
+mod telling;
 mod worker;
 
 use std::collections::HashMap;

@@ -12,6 +12,7 @@ use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
 use super::pulse::Pulse;
+use super::telling::Telling;
 use crate::config::{Config, WorkerConfig, seconds};
 use crate::forward::breaker::{Breaker, State, Verdict};
 use crate::forward::upstream::Pool;
@@ -69,6 +70,9 @@ struct Standing {
     told: Arc<WorkerConfig>,
     /// The role was set since it was added: the engine's own word does not change it any more.
     is_role_asked: bool,
+    /// When this life began, and what the log was last told of its health.
+    begun: Instant,
+    telling: Telling,
     /// What was last told to the router.
     available: bool,
     draining: bool,
@@ -158,6 +162,8 @@ impl Worker {
                 labels: Arc::new(config.labels.clone()),
                 told,
                 is_role_asked: false,
+                begun: Instant::now(),
+                telling: Telling::default(),
                 available: true,
                 draining: false,
                 lifeline: removed.child_token(),
@@ -491,7 +497,7 @@ impl Worker {
     /// Takes in the result of a health probe.
     pub(crate) fn probed(&self, probe: &Probe) {
         let healthy = *probe == Probe::Healthy;
-        let changed = {
+        let (changed, telling) = {
             let mut standing = self.standing.lock();
             let changed = standing.member.healthy() != Some(healthy);
             if !standing.member.learn(Fact::Probed(probe.clone())) {
@@ -506,15 +512,15 @@ impl Worker {
                 }
                 Probe::Healthy => {}
             }
-            changed
+            let starts = standing.member.is_said_to_start();
+            let age = standing.begun.elapsed();
+            (changed, standing.telling.next(healthy, starts, age))
         };
-        match probe {
-            Probe::Healthy if changed => info!(worker = self.id(), "worker is healthy"),
-            Probe::Unwell(why) | Probe::Gone(why) if changed => {
-                warn!(worker = self.id(), cause = why, "worker is not healthy");
-                self.pool.close_idle();
-            }
-            _ => {}
+        if let Some(telling) = telling {
+            telling.say(self.id(), probe);
+        }
+        if changed && !healthy {
+            self.pool.close_idle();
         }
         self.publish();
     }

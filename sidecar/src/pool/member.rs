@@ -208,6 +208,12 @@ impl Member {
         !self.gone && self.phase != Phase::Starting && !self.is_failing() && self.breaker_passes
     }
 
+    /// Tells whether its source says that it starts.
+    #[must_use]
+    pub fn is_said_to_start(&self) -> bool {
+        self.phase == Phase::Starting
+    }
+
     /// Tells whether it may be given a new request.
     #[must_use]
     pub fn may_be_chosen(&self) -> bool {

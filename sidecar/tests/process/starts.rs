@@ -55,6 +55,11 @@ fn engines_start_on_their_own_ports_and_gpus_and_are_shown() {
         );
     }
     assert_eq!(ports.len(), 4, "two engines with two ports each");
+    let log = sidecar.log();
+    assert!(
+        log.iter().all(|line| !line.contains("is not healthy")),
+        "one that starts has not failed: {log:#?}"
+    );
     sidecar.says(&["all engines are ready", "engines=2"]);
     assert_eq!(sidecar.get(&format!("/v1/processes/{name}-7/log")).0, 404);
     assert_eq!(sidecar.get("/v1/processes/log").0, 404);
