@@ -31,6 +31,7 @@ pub use planner::{PlannerSettings, ScaleRule};
 pub use processes::{CudaVersion, Gpus, ProcessTemplate, RestartSettings, StrayPolicy};
 pub use worker::WorkerConfig;
 
+use crate::bounded;
 use crate::net::HostPort;
 
 /// Everything that `kvlane serve` can be told.
@@ -168,7 +169,7 @@ impl Config {
         let mut config = Self::default();
         if let Some(path) = &args.config {
             let name = path.display().to_string();
-            let text = std::fs::read_to_string(path).map_err(|error| {
+            let text = bounded::read_text(path, MAX_FILE).map_err(|error| {
                 ConfigError(format!("--config {name}: cannot be read: {error}"))
             })?;
             file::apply(&mut config, &text, &name)?;
@@ -290,6 +291,8 @@ impl Serialize for Secret {
 
 /// Stands where something is not shown.
 pub(crate) const MASK: &str = "***";
+/// Largest configuration file.
+const MAX_FILE: u64 = 16 << 20;
 
 /// Why a configuration is refused, in one message that names the key.
 #[derive(Clone, Debug, PartialEq, Eq)]

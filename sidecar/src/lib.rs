@@ -2,6 +2,7 @@
 
 pub mod admin;
 pub mod app;
+mod bounded;
 mod client_io;
 pub mod config;
 pub mod demo;

@@ -41,6 +41,10 @@ fn apply_key(config: &mut Config, key: &str, value: &Value) -> Result<(), String
         config.workers.extend(workers);
         return Ok(());
     }
+    // A list would be read as the values of the keys in their order.
+    if ["discovery", "handoff"].contains(&key) && !value.is_object() {
+        return Err(format!("{key}: a mapping of its keys is accepted"));
+    }
     if key == "discovery" {
         return discovery::set(config, value);
     }

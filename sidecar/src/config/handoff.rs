@@ -1,12 +1,13 @@
 //! The section `handoff`: whether and how requests are split over two workers.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use kvlane::handoff::{HandoffConfig, HandoffPlanner, KvShape};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use super::Config;
+use crate::bounded;
 use crate::handoff::{LinkSettings, Links, ProtocolChoice};
 
 /// What splitting requests takes. There is no default for what only a measurement can tell. Unknown keys are refused.
@@ -142,11 +143,8 @@ fn with_link(value: &Value) -> Result<Value, String> {
         ));
     }
     let refused = |why: String| format!("handoff.link_file: {path}: {why}");
-    let length = std::fs::metadata(&path).map_err(|error| refused(error.to_string()))?;
-    if length.len() > MAX_LINK_FILE {
-        return Err(refused(format!("more than {MAX_LINK_FILE} bytes")));
-    }
-    let text = std::fs::read_to_string(&path).map_err(|error| refused(error.to_string()))?;
+    let text = bounded::read_text(Path::new(&path), MAX_LINK_FILE)
+        .map_err(|error| refused(error.to_string()))?;
     let measured: Value =
         serde_saphyr::from_str(&text).map_err(|error| refused(error.to_string()))?;
     for (key, value) in measured.as_object().into_iter().flatten() {

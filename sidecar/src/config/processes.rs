@@ -284,6 +284,7 @@ impl ProcessTemplate {
         }
         self.validate_command()?;
         self.validate_environment()?;
+        self.validate_texts()?;
         self.validate_numbers()?;
         let most = self.fixed_replicas().unwrap_or(MOST_REPLICAS);
         if let Some(initial) = self.initial_replicas.filter(|initial| *initial > most) {
@@ -334,6 +335,30 @@ impl ProcessTemplate {
             if is_set_by_gpus || name.starts_with("KVLANE_") {
                 return Err(format!(
                     "environment.{name}: is set by kvlane; leave it out"
+                ));
+            }
+        }
+        Ok(())
+    }
+
+    /// Refuses keys that are there and empty, as a variable that was not set leaves them.
+    fn validate_texts(&self) -> Result<(), String> {
+        let is_empty = |path: &Option<PathBuf>| {
+            let path = path.as_ref();
+            path.is_some_and(|path| path.as_os_str().is_empty())
+        };
+        for (key, is_empty, accepted) in [
+            ("cwd", is_empty(&self.cwd), "a folder"),
+            ("log_dir", is_empty(&self.log_dir), "a folder"),
+            (
+                "model",
+                self.model.as_ref().is_some_and(String::is_empty),
+                "a model's name or folder",
+            ),
+        ] {
+            if is_empty {
+                return Err(format!(
+                    "{key}: is empty; accepted: {accepted}, or no such key"
                 ));
             }
         }
@@ -401,6 +426,11 @@ pub(super) fn set(config: &mut Config, value: &Value) -> Result<(), String> {
         .as_array()
         .ok_or("processes: a list of templates is accepted")?;
     let read = |(index, value): (usize, &Value)| {
+        if !value.is_object() {
+            return Err(format!(
+                "processes[{index}]: a mapping with name and command is accepted"
+            ));
+        }
         let template: ProcessTemplate = serde_json::from_value(value.clone()).map_err(|error| {
             let key = culprit(value).map_or_else(String::new, |key| format!(".{key}"));
             format!("processes[{index}]{key}: not accepted: {error}")
@@ -590,6 +620,14 @@ mod tests {
         );
         for (text, words) in [
             ("processes: {}", vec!["processes", "a list"]),
+            (
+                "processes: [[w, [x, '{port}']]]",
+                vec!["processes[0]", "a mapping"],
+            ),
+            (
+                "processes: [{name: w, command: [x, '{port}'], log_dir: ''}]",
+                vec!["processes[0].log_dir", "a folder"],
+            ),
             (
                 "processes: [{name: true, command: [x]}]",
                 vec!["processes[0].name", "true"],

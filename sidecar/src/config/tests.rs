@@ -278,6 +278,12 @@ fn a_handoff_needs_what_only_a_measurement_can_tell() {
     assert_eq!(handoff.planner, planner);
     assert!(yaml("").unwrap().handoff.is_none());
     refused("handoff: {}", &["handoff", "kv_bytes_per_token"]);
+    refused("handoff: [64, 1e9]", &["handoff", "a mapping"]);
+    refused("discovery: []", &["discovery", "a mapping"]);
+    refused(
+        "handoff: {kv_bytes_per_token: 1, link_file: /dev/zero}",
+        &["link_file", "more than 65536 bytes"],
+    );
     refused(
         "handoff: {kv_bytes_per_token: 1}",
         &["link_bytes_per_second"],

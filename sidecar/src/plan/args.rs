@@ -44,7 +44,7 @@ pub struct PlanArgs {
     #[arg(long, value_name = "MS", default_value_t = 20.0)]
     pub gap_ms: f64,
     /// Tokens that the engine computes in one step at most (its --max-num-batched-tokens)
-    #[arg(long, value_name = "N", default_value_t = 8_192)]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..), default_value_t = 8_192)]
     pub step_tokens: u64,
     /// Target of the time to the first token in milliseconds
     #[arg(long, value_name = "MS", default_value_t = 1_000.0)]

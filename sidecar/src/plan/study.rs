@@ -11,6 +11,7 @@ use kvlane::{Error, ErrorKind, Result, Role, WorkerId, WorkerRank};
 use serde::Serialize;
 
 use super::args::{LinkSpeed, PlanArgs};
+use crate::bounded;
 
 /// What is compared: the workers, the model and the targets.
 #[derive(Debug)]
@@ -200,6 +201,8 @@ impl Study {
 /// A modem, and a tenth of what the fastest memory reads: no link is outside.
 const SLOWEST: f64 = 1e3;
 const FASTEST: f64 = 1e14;
+/// A `config.json` has some kilobytes.
+const MAX_CONFIG: u64 = 16 << 20;
 
 /// Reads the model: its KV cache, and from where on it attends more than it multiplies.
 fn model(args: &PlanArgs) -> Result<(KvShape, Option<f64>)> {
@@ -212,7 +215,7 @@ fn model(args: &PlanArgs) -> Result<(KvShape, Option<f64>)> {
     } else {
         path.to_path_buf()
     };
-    let config = std::fs::read_to_string(&file)
+    let config = bounded::read_text(&file, MAX_CONFIG)
         .map_err(|error| refused(format!("cannot read {}", file.display())).with_source(error))?;
     let options = KvOptions::default()
         .cache_dtype(&args.kv_cache_dtype)

@@ -8,6 +8,7 @@ use std::path::Path;
 use serde_json::{Map, Value};
 
 use super::error::TokenizeError;
+use crate::bounded;
 
 /// What a model folder says beside its `tokenizer.json`.
 #[derive(Debug, Default)]
@@ -283,18 +284,9 @@ fn read_object(path: &Path) -> Result<Option<Map<String, Value>>, TokenizeError>
 
 /// Reads a text file of bounded size; `None` when there is no such file.
 pub(super) fn read_text(path: &Path) -> Result<Option<String>, TokenizeError> {
-    let size = match fs::metadata(path) {
-        Ok(metadata) => metadata.len(),
-        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
-        Err(error) => return Err(TokenizeError::load(path, error)),
-    };
-    if size > MAX_FILE_BYTES {
-        return Err(TokenizeError::load(
-            path,
-            format!("it has {size} bytes, at most {MAX_FILE_BYTES} are read"),
-        ));
+    match bounded::read_text(path, MAX_FILE_BYTES) {
+        Ok(text) => Ok(Some(text)),
+        Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
+        Err(error) => Err(TokenizeError::load(path, error)),
     }
-    fs::read_to_string(path)
-        .map(Some)
-        .map_err(|error| TokenizeError::load(path, error))
 }

@@ -4,11 +4,10 @@
 //! leads elsewhere (as in a mounted `ConfigMap`) has changed when its bytes have. A list is taken once two readings agree, so
 //! that a file which is being written is not taken for a short one.
 
-use std::fs::File;
-use std::io::Read;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use crate::bounded;
 use crate::config::parse_workers;
 use crate::pool::roster::{Phase, Sighting};
 use crate::pool::sources::Feed;
@@ -120,15 +119,7 @@ fn read(path: &Path) -> Result<Vec<u8>, String> {
     if !std::fs::metadata(path).map_err(text)?.is_file() {
         return Err("this is not a file".to_owned());
     }
-    let mut bytes = Vec::new();
-    let file = File::open(path).map_err(text)?;
-    file.take(MAX_BYTES + 1)
-        .read_to_end(&mut bytes)
-        .map_err(text)?;
-    if bytes.len() as u64 > MAX_BYTES {
-        return Err(format!("more than {MAX_BYTES} bytes are not accepted"));
-    }
-    Ok(bytes)
+    bounded::read(path, MAX_BYTES).map_err(text)
 }
 
 #[cfg(test)]
@@ -206,7 +197,7 @@ mod tests {
         }
         std::fs::write(&path, [0xff, 0xfe]).unwrap();
         assert!(problem(look(&mut watch).await).contains("utf-8"));
-        let file = File::create(&path).unwrap();
+        let file = std::fs::File::create(&path).unwrap();
         file.set_len(MAX_BYTES + 1).unwrap();
         assert!(problem(look(&mut watch).await).contains("8388608 bytes"));
         let mut folder = Watch::new(folder.path().to_owned());
