@@ -23,5 +23,6 @@ pub mod request;
 pub mod scrape;
 pub mod serve;
 pub mod signals;
+mod sparing;
 pub mod tokenize;
 pub mod tokenizer;

@@ -16,6 +16,7 @@ use super::region::pattern;
 use super::wire::{
     self, Ask, Hello, MOVE_LIMIT, PROTOCOL, SESSION_LIMIT, STEP_LIMIT, VERSION, Welcome,
 };
+use crate::sparing::warn_sparingly;
 
 /// A bound listener.
 #[derive(Debug)]
@@ -114,13 +115,13 @@ impl Listener {
             let (stream, peer) = match accepted {
                 Ok(accepted) => accepted,
                 Err(error) => {
-                    tracing::warn!(%error, "cannot accept a connection");
+                    warn_sparingly!(%error, "cannot accept a connection");
                     tokio::time::sleep(PAUSE).await;
                     continue;
                 }
             };
             let Ok(permit) = Arc::clone(&room).try_acquire_owned() else {
-                tracing::warn!(%peer, "refused: {MAX_CONNECTIONS} connections are open");
+                warn_sparingly!(%peer, "refused: {MAX_CONNECTIONS} connections are open");
                 continue;
             };
             let (side, cancel) = (Arc::clone(&self.side), cancel.clone());
@@ -135,7 +136,7 @@ impl Listener {
                     // The measuring side's first connection lasts as long as the measurement.
                     Ok(true) if once => cancel.cancel(),
                     Ok(_) => {}
-                    Err(error) => tracing::warn!(%peer, %error, "a connection ended early"),
+                    Err(error) => warn_sparingly!(%peer, %error, "a connection ended early"),
                 }
             });
         }

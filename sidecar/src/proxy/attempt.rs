@@ -8,7 +8,7 @@ use http_body_util::{BodyExt, Full};
 use hyper::{Request, Response, StatusCode};
 use kvlane::{Outcome, RequestGuard, Role, SelectRequest, WorkerId};
 use tokio_util::sync::CancellationToken;
-use tracing::{debug, warn};
+use tracing::debug;
 
 use super::stream::{Booking, ForwardBody};
 use super::{Head, Proxy, ProxyBody, Refusal};
@@ -17,6 +17,7 @@ use crate::forward::breaker::Verdict;
 use crate::forward::upstream::{UpstreamBody, UpstreamError};
 use crate::forward::{add_debug, for_worker, towards_client, uri};
 use crate::request::Reading;
+use crate::sparing::warn_sparingly;
 
 /// A request on its way.
 pub(super) struct Attempt<'a> {
@@ -244,7 +245,7 @@ impl<'a> Attempt<'a> {
     fn no_worker(self) -> Refusal {
         match self.last_failure {
             Some(why) => {
-                warn!(
+                warn_sparingly!(
                     request_id = self.head.request_id,
                     cause = why,
                     "no worker could serve the request"

@@ -14,7 +14,6 @@ use hyper::http::response::Parts;
 use kvlane::{Decision, Outcome, RequestGuard};
 use tokio::time::Sleep;
 use tokio_util::sync::CancellationToken;
-use tracing::warn;
 
 use super::split::Lesson;
 use super::usage::{EventLines, UsageScanner};
@@ -23,6 +22,7 @@ use crate::forward::breaker::Verdict;
 use crate::forward::upstream::UpstreamBody;
 use crate::forward::{error_body, is_event_stream};
 use crate::request::Endpoint;
+use crate::sparing::warn_sparingly;
 
 /// A booked request until its end. Dropping it counts as a client that left.
 pub(super) struct Booking {
@@ -261,7 +261,7 @@ impl ForwardBody {
         if let Some(mut booking) = self.booking.take() {
             let now = Instant::now();
             name = booking.worker.id().to_owned();
-            warn!(worker = name, cause = why, "response broke off");
+            warn_sparingly!(worker = name, cause = why, "response broke off");
             booking.worker.metrics.interrupted.inc();
             if Verdict::of(self.status) != Verdict::Failure {
                 booking.worker.failed(now);
