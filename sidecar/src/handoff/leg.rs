@@ -75,6 +75,8 @@ pub enum Unsplittable {
     SeveralPrompts,
     /// It asks for log-probabilities of its prompt, which only the worker that computes it has, or for its echo.
     PromptOutput,
+    /// What says where its output ends is nothing that an engine takes.
+    End,
 }
 
 impl fmt::Display for Unsplittable {
@@ -85,6 +87,7 @@ impl fmt::Display for Unsplittable {
             Self::SeveralAnswers => "it asks for several answers or a search",
             Self::SeveralPrompts => "it holds several prompts",
             Self::PromptOutput => "it asks for its prompt back",
+            Self::End => "what says where its output ends will be refused",
         })
     }
 }
@@ -126,6 +129,47 @@ pub fn check_splittable(endpoint: Endpoint, body: &Value) -> Result<(), Unsplitt
         return Err(Unsplittable::PromptOutput);
     }
     Ok(())
+}
+
+/// Tells whether an engine will take what a prefill leg leaves out of a request; `room` is how many tokens of output its
+/// context has room for, where that is known.
+///
+/// Such a request is refused by its decode leg alone, after the whole prompt was computed, and the prefill worker then holds a
+/// cache that nobody fetches until its lease ends. One worker refuses it before it computes anything.
+///
+/// # Errors
+/// [`Unsplittable::End`].
+pub fn check_ends(body: &Value, room: Option<u64>) -> Result<(), Unsplittable> {
+    let fields = body.as_object().ok_or(Unsplittable::Body)?;
+    let parts = [Some(fields), sampling(fields)];
+    let accepted = parts.into_iter().flatten().all(|part| {
+        let streams = fields.get("stream") == Some(&Value::Bool(true));
+        let limits = LIMITS.iter().filter_map(|name| part.get(*name)?.as_u64());
+        let (lowest, highest) = limits.fold((u64::MAX, 0), |(lowest, highest), limit| {
+            (lowest.min(limit), highest.max(limit))
+        });
+        let fits = room.is_none_or(|room| highest <= room);
+        let mut given = part.iter().filter(|(_, value)| !value.is_null());
+        fits && given.all(|(name, value)| match name.as_str() {
+            name if LIMITS.contains(&name) => value.as_u64().is_some_and(|limit| limit > 0),
+            "min_tokens" | "min_new_tokens" => value.as_u64().is_some_and(|least| least <= lowest),
+            "n" | "best_of" => value.as_u64() == Some(1),
+            "stream" | "ignore_eos" => value.is_boolean(),
+            "stream_options" => value.is_object() && streams,
+            "stop" | "stop_sequences" | "stop_regex" => is_text_or_texts(value),
+            "stop_token_ids" => is_list_of(value, Value::is_i64),
+            _ => true,
+        })
+    });
+    accepted.then_some(()).ok_or(Unsplittable::End)
+}
+
+fn is_text_or_texts(value: &Value) -> bool {
+    value.is_string() || is_list_of(value, Value::is_string)
+}
+
+fn is_list_of(value: &Value, is_one: impl Fn(&Value) -> bool) -> bool {
+    value.as_array().is_some_and(|list| list.iter().all(is_one))
 }
 
 /// Removes every handoff field that a client may have sent, wherever an engine might look for one.
@@ -183,14 +227,17 @@ pub(super) fn end_after_one_token(dialect: Dialect, endpoint: Endpoint, body: &m
     }
 }
 
+/// How each API names the most tokens of an output.
+const LIMITS: [&str; 4] = [
+    "max_tokens",
+    "max_completion_tokens",
+    "max_output_tokens",
+    "max_new_tokens",
+];
+
 /// Sets the limits that are there to one token and removes other ends.
 fn limit(fields: &mut Map<String, Value>) {
-    for name in [
-        "max_tokens",
-        "max_completion_tokens",
-        "max_output_tokens",
-        "max_new_tokens",
-    ] {
+    for name in LIMITS {
         if let Some(value) = fields.get_mut(name) {
             *value = json!(1);
         }
@@ -425,5 +472,44 @@ mod tests {
         }
         let tokens = json!({"prompt": [1, 2, 3]});
         assert_eq!(check_splittable(Endpoint::Completions, &tokens), Ok(()));
+    }
+
+    #[test]
+    fn ends_that_an_engine_refuses_are_told_from_others() {
+        for body in [
+            json!({"prompt": "x"}),
+            json!({"max_tokens": 1, "min_tokens": 1, "n": 1, "stop": "a", "stream": false}),
+            json!({"max_tokens": null, "stop": ["a", "b"], "stop_token_ids": [1], "best_of": null}),
+            json!({"max_completion_tokens": 100, "stream": true, "stream_options": {}}),
+            json!({"sampling_params": {"max_tokens": 100, "ignore_eos": true}}),
+        ] {
+            assert_eq!(check_ends(&body, Some(100)), Ok(()), "{body}");
+        }
+        for body in [
+            json!({"max_tokens": 0}),
+            json!({"max_tokens": -1}),
+            json!({"max_tokens": "5"}),
+            json!({"max_tokens": 1.5}),
+            json!({"max_tokens": 101}),
+            json!({"max_tokens": 18_446_744_073_709_551_615_u64}),
+            json!({"max_tokens": 5, "min_tokens": 6}),
+            json!({"min_tokens": -1}),
+            json!({"n": 0}),
+            json!({"stream": "yes"}),
+            json!({"stream_options": {"include_usage": true}}),
+            json!({"stream": true, "stream_options": []}),
+            json!({"stop": 5}),
+            json!({"stop": [5]}),
+            json!({"stop_token_ids": ["a"]}),
+            json!({"sampling_params": {"max_tokens": 0}}),
+        ] {
+            assert_eq!(
+                check_ends(&body, Some(100)),
+                Err(Unsplittable::End),
+                "{body}"
+            );
+        }
+        let long = json!({"max_tokens": 101});
+        assert_eq!(check_ends(&long, None), Ok(()), "nothing is known");
     }
 }

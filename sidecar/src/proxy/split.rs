@@ -22,7 +22,7 @@ use crate::fleet::{Fleet, Members};
 use crate::forward::add_debug;
 use crate::handoff::{
     Disturbing, DriveLimits, DriveRequest, Driver, HandoffMetrics, Known, Pair, PairTerms, Pairing,
-    PairingRules, Peers, Side, StreamGaps, check_splittable, noticeable,
+    PairingRules, Peers, Side, StreamGaps, check_ends, check_splittable, noticeable,
 };
 use crate::request::{Mode, Reading};
 
@@ -182,7 +182,15 @@ impl Splitter {
         }
         let chosen = self.choose(proxy, &members, (head, reading), summary)?;
         let body = read_body(proxy, head, reading).await?;
-        if let Err(reason) = check_splittable(head.endpoint, &body) {
+        let splittable = check_splittable(head.endpoint, &body).and_then(|()| {
+            // Where nobody serves it whole, either leg refuses it.
+            if chosen.terms.may_fall_back {
+                check_ends(&body, room(&members, &chosen.decode, reading))
+            } else {
+                Ok(())
+            }
+        });
+        if let Err(reason) = splittable {
             debug!(request_id = head.request_id, %reason, "request is not split");
             *summary = Some(Arc::new(
                 json!({"route": "single", "unsplittable": reason.to_string()}),
@@ -481,6 +489,19 @@ fn plan_worker(candidate: &Candidate, role: Role, block_size: u64) -> PlanWorker
 )]
 fn tokens(blocks: f64, block_size: u64) -> u64 {
     (blocks * block_size as f64) as u64
+}
+
+/// Returns how many tokens of output a decode worker's context has room for, where that is known.
+fn room(members: &Members, decode: &WorkerRank, reading: &Reading) -> Option<u64> {
+    let worker = members.find(decode.worker.as_str())?;
+    let context = worker.description()?.max_model_len?;
+    let is_exact = reading.mode == Mode::Tokens;
+    let prompt = if is_exact {
+        reading.prompt.tokens() as u64
+    } else {
+        0
+    };
+    Some(context.saturating_sub(prompt))
 }
 
 /// Parses the body, on another thread when it is much work.

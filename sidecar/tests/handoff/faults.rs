@@ -253,6 +253,23 @@ async fn a_decode_that_dies_before_it_fetches_is_502() {
 }
 
 #[tokio::test]
+async fn a_decode_worker_that_stays_busy_says_so_itself() {
+    for status in [429, 503] {
+        let world = World::start(Plan {
+            decode_hook: always(Act::Status(status, r#"{"error": "busy"}"#)),
+            ..Plan::default()
+        })
+        .await;
+        let reply = world.ask(COMPLETIONS, &completion(1, true)).await;
+        assert_eq!(reply.status, status);
+        assert_eq!(reply.text, r#"{"error": "busy"}"#);
+        world.is_clean().await;
+        // With what was handed over, and without.
+        assert_eq!(world.decode_gate.requests(), 2);
+    }
+}
+
+#[tokio::test]
 async fn a_decode_leg_is_sent_once_whatever_becomes_of_its_connection() {
     let world = World::start(Plan {
         decode_hook: Arc::new(|number, _| {

@@ -221,6 +221,18 @@ async fn what_cannot_be_split_and_what_was_not_asked_for_is_served_by_one() {
     let mut several = completion(1_000, false);
     several["n"] = json!(2);
     assert_eq!(served.ask(&several).await.0, 200);
+    // Only the decode leg would be refused, when the prefill worker holds a cache for it already.
+    for (name, value) in [
+        ("max_tokens", json!(0)),
+        ("max_tokens", json!("5")),
+        ("max_tokens", json!(14_800)),
+        ("stream_options", json!({"include_usage": true})),
+    ] {
+        let mut body = completion(1_000, false);
+        body[name] = value;
+        let (status, text) = served.ask(&body).await;
+        assert_eq!(status, 400, "{name}: {text}");
+    }
     assert_eq!(served.prefill.transfers().handed_over, 0);
     drop(stream);
 

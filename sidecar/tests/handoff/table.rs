@@ -5,11 +5,11 @@
 //!
 //! | row | NIXL | SGLang | Mooncake |
 //! |---|---|---|---|
-//! | the prefill worker answers an HTTP error | local | 502 | local |
+//! | the prefill worker answers an HTTP error | local | 502, or its 429 or 503 | local |
 //! | the prefill worker answers without parameters | local | - | - |
 //! | the client leaves between the legs | gone | gone | gone |
 //! | the decode worker dies before it has the cache | 502 | 502 | 502 |
-//! | the decode worker gives the queued request up | local | 502 | local |
+//! | the decode worker gives the queued request up | local | its 503 | local |
 //! | the prefill worker restarts | local | 502 | local |
 //!
 //! SGLang's decode workers cannot process a prompt; its and Mooncake's prefill answers carry no parameters.
@@ -37,6 +37,8 @@ enum Cell {
     Local,
     /// A clear error.
     BadGateway,
+    /// The worker's own word that it is busy.
+    Busy(u16),
     /// The protocol knows no such fault.
     None,
 }
@@ -146,6 +148,10 @@ async fn play(
             assert_eq!(reply.status, 502, "{connector:?}: {}", reply.text);
             assert_eq!(reply.json()["error"]["code"], "bad_gateway");
         }
+        Cell::Busy(status) => {
+            assert_eq!(reply.status, status, "{connector:?}: {}", reply.text);
+            assert_eq!(reply.text, "{}");
+        }
     }
     world.is_clean_but(expected).await;
     let name = if cell == Cell::Local {
@@ -160,9 +166,12 @@ async fn play(
 
 #[tokio::test]
 async fn row_1_the_prefill_worker_answers_an_http_error() {
-    let cells = [Cell::Local, Cell::BadGateway, Cell::Local];
     for status in [500, 503, 429] {
-        row(cells, &[], |_, fault| Plan {
+        let refused = match status {
+            500 => Cell::BadGateway,
+            busy => Cell::Busy(busy),
+        };
+        row([Cell::Local, refused, Cell::Local], &[], |_, fault| Plan {
             prefill_hook: harming(fault, Act::Status(status, "{}"), false),
             ..Plan::default()
         })
@@ -232,7 +241,7 @@ async fn row_4_the_decode_worker_dies_before_it_has_the_cache() {
 
 #[tokio::test]
 async fn row_5_the_decode_worker_gives_the_queued_request_up() {
-    let cells = [Cell::Local, Cell::BadGateway, Cell::Local];
+    let cells = [Cell::Local, Cell::Busy(503), Cell::Local];
     row(cells, &[], |_, fault| Plan {
         decode_hook: harming(fault, Act::Status(503, "{}"), false),
         ..Plan::default()

@@ -51,6 +51,12 @@ impl LegError {
         }
     }
 
+    /// Tells whether the worker said that it is busy.
+    pub(super) fn is_back_pressure(&self) -> bool {
+        let answer = self.answer.as_ref();
+        answer.is_some_and(|(parts, _)| Verdict::of(parts.status) == Verdict::BackPressure)
+    }
+
     /// Makes the worker's answer the client's.
     pub(super) fn into_response(self) -> Option<Response<ClientBody>> {
         let (mut parts, body) = self.answer?;
@@ -268,6 +274,9 @@ impl Sending {
             Verdict::Failure if self.once => Verdict::Neutral,
             verdict => verdict,
         };
+        if verdict == Verdict::BackPressure {
+            self.worker.metrics.back_pressure.inc();
+        }
         self.told().responded(verdict, Instant::now());
         if parts.status.is_success() {
             return Ok((parts, body));

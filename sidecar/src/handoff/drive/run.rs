@@ -10,7 +10,7 @@ use kvlane::handoff::{GapCause, PrefillWork};
 use serde_json::Value;
 use tokio::sync::mpsc;
 use tokio_util::task::TaskTracker;
-use tracing::{debug, warn};
+use tracing::debug;
 
 use super::client::Client;
 use super::leg::{LegError, LegEvent, Running, Sending};
@@ -22,6 +22,7 @@ use crate::handoff::{
     HandoffRules, Leg, LegContext, LegOrder, Outcome, RankGaps, StreamGaps, Ticket, collecting,
     correct_answer, local_body, noticeable, prefill_cached_tokens,
 };
+use crate::sparing::warn_sparingly;
 
 /// One handoff on its way.
 #[derive(Debug)]
@@ -213,12 +214,13 @@ impl Run {
     }
 
     fn failed(&mut self, error: LegError) -> Failure {
-        warn!(
-            request_id = self.request.request_id,
-            cause = error.why,
-            "a leg of a handoff failed"
-        );
         let failure = error.failure;
+        let request_id = &self.request.request_id;
+        match failure {
+            // Its client is told, and may ask so as often as it likes.
+            Failure::Rejected => debug!(request_id, cause = error.why, "a leg of a handoff failed"),
+            _ => warn_sparingly!(request_id, cause = error.why, "a leg of a handoff failed"),
+        }
         self.last_failure.clone_from(&error.why);
         self.refusal = Some(error);
         failure
@@ -493,6 +495,7 @@ impl Run {
             }
             Err(expired) => {
                 self.last_failure = expired.to_string();
+                self.refusal = None;
                 Some(Event::DecodeFailed(attempt, Failure::Failed))
             }
         }
@@ -534,7 +537,11 @@ impl Run {
                 let refusal = self.refusal.take();
                 self.client.refuse(refusal);
             }
-            Answer::BadGateway => self.client.bad_gateway(&self.last_failure),
+            // A busy worker says when to come again, and an answer of ours would not.
+            Answer::BadGateway => match self.refusal.take_if(|why| why.is_back_pressure()) {
+                Some(busy) => self.client.refuse(Some(busy)),
+                None => self.client.bad_gateway(&self.last_failure),
+            },
             Answer::BrokenStream => {
                 self.answer = None;
                 let why = self.last_failure.clone();
