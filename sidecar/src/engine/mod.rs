@@ -225,10 +225,23 @@ impl EngineHandle {
         self.count(|counters| counters.replays.load(Ordering::Acquire))
     }
 
+    /// Returns how many subscriptions to events have come so far.
+    #[must_use]
+    pub fn subscriptions(&self) -> u64 {
+        self.count(|counters| counters.subscriptions.load(Ordering::Acquire))
+    }
+
     /// Loses the next `batches` event batches on the live socket; replay still has them.
     pub fn drop_next_batches(&self, batches: u64) {
         if let Some((_, counters)) = &self.events {
             counters.drop_next.store(batches, Ordering::Release);
+        }
+    }
+
+    /// Ends the leases of what is held for other engines now, as if their time had run out.
+    pub fn end_leases(&self) {
+        if let Some(ledger) = &self.ledger {
+            ledger.run_out();
         }
     }
 

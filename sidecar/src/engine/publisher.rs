@@ -1,4 +1,4 @@
-//! The engine's event stream: a PUB socket for live batches and a ROUTER socket for replay, on one thread.
+//! The engine's event stream: a publishing socket for live batches and a ROUTER socket for replay, on one thread.
 //!
 //! As in vLLM the step loop hands batches over through a bounded queue and waits when it is full; the publisher numbers
 //! them from 0, sends and keeps them, and answers one replay request at a time. Batches go over an in-process socket, so
@@ -37,6 +37,8 @@ pub(super) struct PublisherCounters {
     pub(super) batches: AtomicU64,
     /// Replay requests answered.
     pub(super) replays: AtomicU64,
+    /// Subscriptions that came.
+    pub(super) subscriptions: AtomicU64,
     /// How many of the next batches are kept for replay but not published.
     pub(super) drop_next: AtomicU64,
 }
@@ -53,7 +55,10 @@ impl Publisher {
     /// Binds the sockets and starts the thread.
     pub(super) fn start(config: &EventConfig) -> Result<Self> {
         let context = Context::new();
-        let live = socket(&context, SocketType::PUB, config.hwm)?;
+        // As PUB, and tells of subscriptions as well.
+        let live = socket(&context, SocketType::XPUB, config.hwm)?;
+        live.set_xpub_verbose(true)
+            .map_err(|error| zmq_error("configure", error))?;
         let endpoint = bind(&live, "events.endpoint", &config.endpoint)?;
         let replay = match &config.replay_endpoint {
             Some(wanted) => {
@@ -162,7 +167,10 @@ struct Stream {
 impl Stream {
     fn run(mut self) {
         loop {
-            let mut items = vec![self.inbox.as_poll_item(POLLIN)];
+            let mut items = vec![
+                self.inbox.as_poll_item(POLLIN),
+                self.live.as_poll_item(POLLIN),
+            ];
             items.extend(self.router.iter().map(|router| router.as_poll_item(POLLIN)));
             match zmq::poll(&mut items, -1) {
                 Ok(_) => {}
@@ -173,12 +181,24 @@ impl Stream {
                 }
             }
             let batch_waits = items[0].is_readable();
-            let request_waits = items.get(1).is_some_and(zmq::PollItem::is_readable);
+            let subscription_waits = items[1].is_readable();
+            let request_waits = items.get(2).is_some_and(zmq::PollItem::is_readable);
+            if subscription_waits {
+                self.count_subscriptions();
+            }
             if batch_waits && !self.drain_inbox() {
                 return;
             }
             if request_waits {
                 self.answer_replay();
+            }
+        }
+    }
+
+    fn count_subscriptions(&self) {
+        while let Ok(message) = self.live.recv_bytes(zmq::DONTWAIT) {
+            if message.first() == Some(&1) {
+                self.counters.subscriptions.fetch_add(1, Ordering::AcqRel);
             }
         }
     }

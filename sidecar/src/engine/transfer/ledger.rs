@@ -343,6 +343,17 @@ impl Ledger {
         }
     }
 
+    /// Ends the leases of what is held now, as if their time had run out.
+    pub(in crate::engine) fn run_out(&self) {
+        let now = Instant::now();
+        for entry in self.state.lock().entries.values_mut() {
+            if let Stage::Held { until, .. } = &mut entry.stage {
+                *until = now;
+            }
+        }
+        self.changed.notify_one();
+    }
+
     /// Ends leases as they run out.
     pub(super) async fn end_leases(self: Arc<Self>, cancel: CancellationToken) {
         loop {
