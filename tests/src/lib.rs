@@ -94,6 +94,12 @@ fn binary() -> PathBuf {
     path
 }
 
+/// Returns a loopback address of a [`free_port`].
+#[must_use]
+pub fn free_address() -> SocketAddr {
+    SocketAddr::from(([127, 0, 0, 1], free_port()))
+}
+
 /// Returns a port that nothing listens on, and that this process has not been given before.
 ///
 /// Below the range that Linux takes for outgoing connections, or one of those could take it first.

@@ -165,10 +165,11 @@ async fn a_client_that_leaves_closes_both_legs() {
         ..sglang()
     })
     .await;
-    let body = completion(1, true);
-    let asking = world.ask(COMPLETIONS, &body);
-    let left = tokio::time::timeout(Duration::from_millis(200), asking).await;
-    assert!(left.is_err());
+    world
+        .leave(&completion(1, true), || {
+            world.prefill_gate.requests() == 1 && world.decode_gate.requests() == 1
+        })
+        .await;
     eventually("over", || world.metrics.open() == 0).await;
     world.is_clean().await;
     assert_eq!(world.metrics.ended("left"), 1);

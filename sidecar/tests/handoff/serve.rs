@@ -17,7 +17,7 @@ use serde_json::{Value, json};
 use tokio::net::TcpStream;
 
 use crate::served::{COMPLETIONS, completion, read};
-use crate::world::engine;
+use crate::world::{engine, start_at_free_addresses};
 
 /// Splits wherever a stream would wait: gaps are dear, and the link is quick.
 const DEAR_GAPS: &str = "handoff: {kv_bytes_per_token: 64, link_bytes_per_second: 1e12, planner: \
@@ -45,7 +45,8 @@ async fn serve_with(
         }
         Engine::start(config).await.unwrap()
     };
-    let prefill = start(engine(Role::Prefill)).await;
+    // Some start it again where it was.
+    let (prefill, _) = start_at_free_addresses(prefill_engine(protocol)).await;
     let decode = start(EngineConfig {
         speed: 1.0,
         ..engine(Role::Decode)
@@ -81,6 +82,14 @@ async fn serve_with(
         assert_eq!(report["workers"].as_array().unwrap().len(), 2, "{report}");
     }
     served
+}
+
+fn prefill_engine(protocol: KvProtocol) -> EngineConfig {
+    let mut config = engine(Role::Prefill);
+    if let Some(transfer) = &mut config.transfer {
+        transfer.protocol = protocol;
+    }
+    config
 }
 
 /// Asks for a path and returns the body.
@@ -247,19 +256,23 @@ async fn what_cannot_be_split_and_what_was_not_asked_for_is_served_by_one() {
 #[tokio::test]
 async fn speeds_are_learned_from_streams_that_one_worker_serves() {
     let served = serve(DEAR_GAPS).await;
-    for (number, tokens) in [(1, 64), (2, 1_000), (3, 2_000), (4, 4_000)] {
-        let begin: u32 = 10_000 * number;
+    let prompts = [64, 1_000, 2_000, 4_000].into_iter().cycle();
+    for (number, tokens) in (1_u32..).zip(prompts) {
+        let begin = 10_000 * number;
         let mut body = completion(0, true);
         body["prompt"] = json!((begin..begin + tokens).collect::<Vec<u32>>());
         assert_eq!(served.ask(&body).await.0, 200);
+        let report = served.report().await;
+        let known = &report["prefill"][0];
+        assert_eq!(known["worker"]["worker"], "d", "{report}");
+        assert_eq!(known["measurements"], number);
+        // The engine computes 22,646 tokens a second. A machine that stalls spoils a measurement; those after it mend it.
+        let speed = known["tokens_per_second"].as_f64().unwrap();
+        if number >= 4 && (5_000.0..60_000.0).contains(&speed) {
+            break;
+        }
+        assert!(number < 60, "{report}");
     }
-    let report = served.report().await;
-    let known = &report["prefill"][0];
-    assert_eq!(known["worker"]["worker"], "d", "{report}");
-    assert_eq!(known["measurements"], 4);
-    // The engine computes 22,646 tokens a second; the machine may be busy.
-    let speed = known["tokens_per_second"].as_f64().unwrap();
-    assert!((5_000.0..60_000.0).contains(&speed), "{report}");
     served.sidecar.app().remove_worker("d").unwrap();
     for _ in 0..1_000 {
         let report = served.report().await;
@@ -351,10 +364,10 @@ async fn an_engine_that_restarts_is_asked_again() {
     prefill.shutdown().await;
     let mut again = EngineConfig {
         listen,
-        ..engine(Role::Prefill)
+        ..prefill_engine(KvProtocol::Mooncake)
     };
     if let Some(transfer) = &mut again.transfer {
-        (transfer.protocol, transfer.bootstrap) = (KvProtocol::Mooncake, bootstrap);
+        transfer.bootstrap = bootstrap;
     }
     let prefill = Engine::start(again).await.unwrap();
     let served = Served {
@@ -446,26 +459,23 @@ async fn a_decision_says_what_its_plan_chose_and_why() {
 async fn gaps_between_tokens_are_learned_from_streams_that_pass() {
     let served = serve(DEAR_GAPS).await;
     let mut stream = served.stream().await;
-    for number in 0..4 {
+    for number in 1_u32.. {
         for _ in 0..30 {
             stream.frame().await.unwrap().unwrap();
         }
         let mut body = completion(0, true);
-        let first = 10_000 * (number + 1);
+        let first = 10_000 * number;
         body["prompt"] = json!((first..first + 1_500).collect::<Vec<u32>>());
         assert_eq!(served.ask(&body).await.0, 200);
+        let report = served.report().await;
+        let all = report["prefill"].as_array().unwrap();
+        let known = all.iter().find(|known| known["worker"]["worker"] == "d");
+        // The engine takes 5 ms for each token. A machine that stalls spoils a measurement; those after it mend it.
+        let gap = known.and_then(|known| known["gap_seconds"].as_f64());
+        let stalls = known.and_then(|known| known["stall_measurements"].as_u64());
+        if number >= 4 && gap.is_some_and(|gap| (0.002..0.05).contains(&gap)) && stalls > Some(0) {
+            break;
+        }
+        assert!(number < 40, "{report}");
     }
-    for _ in 0..60 {
-        stream.frame().await.unwrap().unwrap();
-    }
-    let report = served.report().await;
-    let all = report["prefill"].as_array().unwrap();
-    let known = all.iter().find(|known| known["worker"]["worker"] == "d");
-    // The engine takes 5 ms for each token; the machine may be busy.
-    let gap = known.unwrap()["gap_seconds"].as_f64().unwrap();
-    assert!((0.002..0.05).contains(&gap), "{report}");
-    assert!(
-        known.unwrap()["stall_measurements"].as_u64().unwrap() > 0,
-        "{report}"
-    );
 }

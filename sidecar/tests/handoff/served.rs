@@ -141,30 +141,29 @@ async fn what_a_client_sends_of_a_handoff_does_not_reach_an_engine() {
 
 #[tokio::test]
 async fn streams_pass_as_they_come() {
-    // 6 tokens at 50 ms each: pieces must arrive before the end.
+    // 200 tokens at 50 ms each: pieces must arrive before the end, which is not waited for.
     let slow = EngineConfig {
         speed: 1.0,
         decode_ms: 50.0,
         ..engine(Role::Decode)
     };
+    let mut request = completion(1, true);
+    request["max_tokens"] = json!(200);
     let world = World::start(Plan {
         decode: slow,
         ..Plan::default()
     })
     .await;
-    let mut body = world
-        .drive(COMPLETIONS, &completion(1, true))
-        .await
-        .into_body();
-    body.frame().await.unwrap().unwrap();
+    let mut body = world.drive(COMPLETIONS, &request).await.into_body();
+    for _ in 0..3 {
+        body.frame().await.unwrap().unwrap();
+    }
     assert_eq!(
         world.decode.stats().finished_requests,
         0,
-        "the first piece came with the last"
+        "the first pieces came with the last"
     );
-    while let Some(frame) = body.frame().await {
-        frame.unwrap();
-    }
+    drop(body);
     world.is_clean().await;
 }
 
