@@ -1,7 +1,5 @@
 //! A small HTTP client and a small event subscriber.
 
-use std::time::Duration;
-
 use bytes::Bytes;
 use http_body_util::{BodyExt, Full};
 use hyper::client::conn::http1;
@@ -12,6 +10,8 @@ use kvlane::event::wire::decode_batch;
 use kvlane_sidecar::engine::EngineHandle;
 use serde_json::{Value, json};
 use tokio::net::TcpStream;
+
+use crate::eventually;
 
 /// An answer whose body has been read.
 pub(crate) struct Answer {
@@ -115,7 +115,7 @@ pub(crate) struct Batch {
 /// Subscribes to all topics.
 pub(crate) fn subscribe(engine: &EngineHandle) -> zmq::Socket {
     let socket = zmq::Context::new().socket(zmq::SUB).unwrap();
-    socket.set_rcvtimeo(5000).unwrap();
+    socket.set_rcvtimeo(20_000).unwrap();
     socket.set_linger(0).unwrap();
     socket.set_subscribe(b"").unwrap();
     socket.connect(engine.events_endpoint().unwrap()).unwrap();
@@ -146,7 +146,7 @@ pub(crate) fn batch(topic: &[u8], seq: &[u8], payload: &[u8]) -> Batch {
 /// Asks for everything from `start` on and returns the answer's messages, delimiter and end marker included.
 pub(crate) fn replay(engine: &EngineHandle, start: u64) -> Vec<Vec<Vec<u8>>> {
     let socket = zmq::Context::new().socket(zmq::DEALER).unwrap();
-    socket.set_rcvtimeo(5000).unwrap();
+    socket.set_rcvtimeo(20_000).unwrap();
     socket.set_linger(0).unwrap();
     socket.connect(engine.replay_endpoint().unwrap()).unwrap();
     socket
@@ -163,7 +163,7 @@ pub(crate) fn replay(engine: &EngineHandle, start: u64) -> Vec<Vec<Vec<u8>>> {
     }
 }
 
-/// Waits until the engine's publisher surely knows a subscriber.
-pub(crate) async fn subscription_arrives() {
-    tokio::time::sleep(Duration::from_millis(150)).await;
+/// Waits until the engine's publisher knows a subscriber.
+pub(crate) async fn subscription_arrives(engine: &EngineHandle) {
+    eventually("the subscription arrives", || engine.subscriptions() == 1).await;
 }

@@ -45,7 +45,7 @@ async fn a_prompt_is_announced_as_one_run_of_full_blocks() {
     }))
     .await;
     let socket = subscribe(&engine);
-    subscription_arrives().await;
+    subscription_arrives(&engine).await;
     complete(&engine, 100..137, 1).await; // 2 full blocks of 16
     let first = next_batch(&socket).unwrap();
     assert_eq!(
@@ -86,7 +86,7 @@ async fn removals_come_one_by_one_before_the_store_that_takes_the_blocks() {
     })
     .await; // 6 usable
     let socket = subscribe(&engine);
-    subscription_arrives().await;
+    subscription_arrives(&engine).await;
     complete(&engine, 0..64, 1).await; // 4 blocks, all full
     let first = next_batch(&socket).unwrap();
     let old = only_store(&first).block_hashes.clone();
@@ -247,7 +247,7 @@ async fn faults_lose_batches_as_told() {
     }))
     .await;
     let socket = subscribe(&engine);
-    subscription_arrives().await;
+    subscription_arrives(&engine).await;
     for prompt in [0..16, 100..116, 200..216] {
         complete(&engine, prompt, 1).await;
     }
@@ -270,7 +270,7 @@ async fn a_silent_engine_binds_and_says_nothing() {
     let engine = start(with_events(|events| events.silent = true)).await;
     let socket = subscribe(&engine);
     socket.set_rcvtimeo(300).unwrap();
-    subscription_arrives().await;
+    subscription_arrives(&engine).await;
     assert_eq!(complete(&engine, 0..40, 1).await, 0);
     assert_eq!(
         complete(&engine, 0..40, 1).await,
@@ -309,22 +309,21 @@ async fn a_reset_is_announced_with_the_next_step_only() {
 
 #[tokio::test]
 async fn a_restart_frees_the_ports_and_begins_another_life() {
-    let first = start(fast()).await;
-    let (http, events) = (first.address(), first.events_endpoint().unwrap().to_owned());
-    let replay_endpoint = first.replay_endpoint().unwrap().to_owned();
+    let [http, events, replay_at] = [(); 3].map(|()| kvlane_tests::free_address());
+    let fixed = || EngineConfig {
+        listen: http,
+        events: Some(EventConfig {
+            replay_endpoint: Some(format!("tcp://{replay_at}")),
+            ..EventConfig::new(format!("tcp://{events}"))
+        }),
+        ..fast()
+    };
+    let first = start(fixed()).await;
     complete(&first, 0..16, 1).await;
     eventually("the first batch", || first.published_batches() == 1).await;
     let before = batches(&replay(&first, 0)).remove(0);
     first.shutdown().await;
-    let second = start(EngineConfig {
-        listen: http,
-        events: Some(EventConfig {
-            replay_endpoint: Some(replay_endpoint),
-            ..EventConfig::new(events)
-        }),
-        ..fast()
-    })
-    .await;
+    let second = start(fixed()).await;
     assert_eq!(complete(&second, 0..16, 1).await, 0);
     eventually("the first batch", || second.published_batches() == 1).await;
     let after = batches(&replay(&second, 0)).remove(0);
