@@ -191,9 +191,7 @@ async fn a_page_of_another_site_cannot_change_anything() {
 
 #[tokio::test]
 async fn it_is_live_at_once_and_ready_when_a_worker_is() {
-    let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
-    let address = listener.local_addr().unwrap();
-    drop(listener);
+    let address = kvlane_tests::free_address();
     let handle = sidecar_to(&[format!("http://{address}")], |_| {}).await;
     assert_eq!(admin(&handle, "GET", "/livez", "").await.status, 200);
     assert_eq!(admin(&handle, "GET", "/readyz", "").await.status, 503);
@@ -284,7 +282,7 @@ async fn shutdown_finishes_open_requests() {
         ]
     })
     .await;
-    let handle = sidecar(&[&worker]).await;
+    let handle = sidecar_with(&[&worker], |config| config.shutdown_seconds = 30.0).await;
     let address = handle.proxy_addr;
     let open = tokio::spawn(async move { post(address, CHAT, "{}").await });
     eventually("sent", || async { worker.count() == 1 }).await;

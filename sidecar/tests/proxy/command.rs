@@ -6,7 +6,7 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use crate::client::{CHAT, chat, post, request};
-use crate::mock::{Mock, Step, json};
+use crate::mock::{Hold, Mock, Step, json};
 use crate::setup::eventually;
 
 fn kvlane(flags: &[&str]) -> Command {
@@ -46,7 +46,7 @@ impl Running {
             log
         });
         let line = addresses
-            .recv_timeout(Duration::from_secs(10))
+            .recv_timeout(Duration::from_secs(60))
             .expect("it listens");
         let after = |name: &str| {
             let (_, rest) = line.split_once(name).unwrap();
@@ -159,26 +159,20 @@ fn refused_configuration_exits_with_2_and_names_the_key() {
 
 #[tokio::test]
 async fn a_signal_ends_it_after_its_requests_and_a_second_at_once() {
-    let worker = Mock::start(|_| {
-        vec![
-            Step::Wait(Duration::from_millis(400)),
-            Step::Send(json(200, "{}")),
-        ]
-    })
-    .await;
+    let hold = Hold::new();
+    let held = hold.clone();
+    let worker =
+        Mock::start(move |_| vec![Step::Until(held.clone()), Step::Send(json(200, "{}"))]).await;
     let flag = format!("id=w1,url={}", worker.url());
     let mut running = Running::start(&["--worker", &flag]);
     let proxy = running.proxy;
     let open = tokio::spawn(async move { post(proxy, CHAT, "{}").await.status });
     eventually("sent", || async { worker.count() == 1 }).await;
     running.signal("TERM");
-    let admin = running.admin;
-    eventually("unready while it drains", || async {
-        request(admin, "GET", "/readyz", &[], b"").await.status == 503
-    })
-    .await;
+    until_unready(&running).await;
+    hold.release(1);
     assert_eq!(open.await.unwrap(), 200);
-    assert_eq!(running.exit_within(Duration::from_secs(5)).await, 0);
+    assert_eq!(running.exit_within(Duration::from_secs(20)).await, 0);
 
     worker.set_script(|_| vec![Step::Hang]);
     let mut running = Running::start(&["--worker", &flag]);
@@ -186,13 +180,23 @@ async fn a_signal_ends_it_after_its_requests_and_a_second_at_once() {
     tokio::spawn(async move { post(proxy, CHAT, "{}").await.status });
     eventually("sent", || async { worker.count() == 2 }).await;
     running.signal("INT");
-    tokio::time::sleep(Duration::from_millis(300)).await;
+    // It has the first one: two that come together may be one.
+    until_unready(&running).await;
     assert!(
         running.child.try_wait().unwrap().is_none(),
         "it waits for the open request"
     );
     running.signal("INT");
-    running.exit_within(Duration::from_secs(2)).await;
+    running.exit_within(Duration::from_secs(20)).await;
+}
+
+/// Waits until it drains.
+async fn until_unready(running: &Running) {
+    let admin = running.admin;
+    eventually("unready while it drains", || async {
+        request(admin, "GET", "/readyz", &[], b"").await.status == 503
+    })
+    .await;
 }
 
 #[tokio::test]
@@ -211,7 +215,7 @@ async fn a_missing_tokenizer_is_said_in_exactly_one_line() {
         .text();
     assert!(metrics.contains("kvlane_tokenizer_degraded 1"));
     running.signal("TERM");
-    running.exit_within(Duration::from_secs(5)).await;
+    running.exit_within(Duration::from_secs(20)).await;
     let log = std::mem::replace(&mut running.log, std::thread::spawn(Vec::new))
         .join()
         .unwrap();

@@ -140,8 +140,6 @@ async fn connections_to_the_worker_are_kept() {
         config.scrape_interval_seconds = 100.0;
     })
     .await;
-    tokio::time::sleep(Duration::from_millis(50)).await;
-    let before = worker.connections();
     for number in 0..20 {
         assert_eq!(
             post(handle.proxy_addr, CHAT, &chat(number, false))
@@ -150,10 +148,11 @@ async fn connections_to_the_worker_are_kept() {
             200
         );
     }
+    // One may be taken by a question of the sidecar's own meanwhile.
     assert!(
-        worker.connections() <= before + 1,
-        "{} new connections",
-        worker.connections() - before
+        worker.connections() <= 2,
+        "{} connections",
+        worker.connections()
     );
 }
 
@@ -311,7 +310,8 @@ async fn nothing_waits_for_a_delayed_acknowledgement() {
     let handle = sidecar(&[&worker]).await;
     let body = chat(1, true);
     let address = handle.proxy_addr;
-    let first_byte = median(21, || async {
+    let limit = Duration::from_millis(25);
+    let first_byte = median(21, limit, || async {
         let mut client = Client::connect(address).await;
         client.send("POST", CHAT, &[], body.as_bytes()).await;
         client.head().await;
@@ -319,18 +319,12 @@ async fn nothing_waits_for_a_delayed_acknowledgement() {
     })
     .await;
     let large = "x".repeat(7500);
-    let plain = median(21, || async {
+    let plain = median(21, limit, || async {
         request(address, "POST", "/v1/completions", &[], large.as_bytes()).await;
     })
     .await;
-    assert!(
-        first_byte < Duration::from_millis(25),
-        "first byte after {first_byte:?}"
-    );
-    assert!(
-        plain < Duration::from_millis(25),
-        "whole answer after {plain:?}"
-    );
+    assert!(first_byte < limit, "first byte after {first_byte:?}");
+    assert!(plain < limit, "whole answer after {plain:?}");
 }
 
 #[tokio::test]

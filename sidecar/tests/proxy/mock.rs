@@ -1,5 +1,6 @@
 //! A worker that follows a script, byte by byte.
 
+use std::collections::BTreeSet;
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -8,18 +9,40 @@ use std::time::Duration;
 use parking_lot::Mutex;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::Semaphore;
 
 /// What a worker does after it has read a request.
 #[derive(Clone, Debug)]
 pub(crate) enum Step {
     Send(Vec<u8>),
     Wait(Duration),
+    /// Waits until a test lets it go on.
+    Until(Hold),
     /// Stays silent until the other side closes.
     Hang,
     /// Ends the connection with a reset.
     Reset,
     /// Ends the connection in an orderly way.
     Close,
+}
+
+/// Where workers wait until a test lets them go on.
+#[derive(Clone, Debug)]
+pub(crate) struct Hold(Arc<Semaphore>);
+
+impl Hold {
+    pub(crate) fn new() -> Self {
+        Self(Arc::new(Semaphore::new(0)))
+    }
+
+    /// Lets so many of the steps that wait, or will, go on.
+    pub(crate) fn release(&self, steps: usize) {
+        self.0.add_permits(steps);
+    }
+
+    async fn wait(&self) {
+        self.0.acquire().await.unwrap().forget();
+    }
 }
 
 /// A request as it arrived.
@@ -29,6 +52,8 @@ pub(crate) struct Recorded {
     pub(crate) path: String,
     pub(crate) head: String,
     pub(crate) body: Vec<u8>,
+    /// The connection that it came on, by its number.
+    pub(crate) connection: usize,
 }
 
 impl Recorded {
@@ -131,9 +156,10 @@ impl Mock {
         self.state.abandoned.load(Ordering::SeqCst)
     }
 
-    /// Connections opened so far.
+    /// Connections that requests came on, without those of the sidecar's own questions alone.
     pub(crate) fn connections(&self) -> usize {
-        self.state.connections.load(Ordering::SeqCst)
+        let numbers: BTreeSet<_> = self.seen().iter().map(|seen| seen.connection).collect();
+        numbers.len()
     }
 }
 
@@ -145,7 +171,7 @@ impl Drop for Mock {
 
 async fn serve(mut stream: TcpStream, state: Arc<State>) {
     stream.set_nodelay(true).unwrap();
-    state.connections.fetch_add(1, Ordering::SeqCst);
+    let connection = state.connections.fetch_add(1, Ordering::SeqCst);
     let mut buffer = Vec::new();
     while let Some(request) = read_request(&mut stream, &mut buffer).await {
         let own = request.method == "GET" && matches!(&*request.path, "/health" | "/metrics");
@@ -162,7 +188,10 @@ async fn serve(mut stream: TcpStream, state: Arc<State>) {
         } else if request.method == "GET" && DESCRIPTION.contains(&&*request.path) {
             vec![Step::Send(json(404, "{}"))]
         } else {
-            state.seen.lock().push(request.clone());
+            state.seen.lock().push(Recorded {
+                connection,
+                ..request.clone()
+            });
             let script = Arc::clone(&state.script.lock());
             script(&request)
         };
@@ -191,6 +220,7 @@ async fn run(stream: &mut TcpStream, steps: Vec<Step>, state: &State) -> bool {
                 }
             }
             Step::Wait(time) => tokio::time::sleep(time).await,
+            Step::Until(hold) => hold.wait().await,
             Step::Hang => {
                 let mut byte = [0];
                 let _ = stream.read(&mut byte).await;
@@ -231,6 +261,7 @@ async fn read_request(stream: &mut TcpStream, buffer: &mut Vec<u8>) -> Option<Re
         method: words.next()?.to_owned(),
         path: words.next()?.to_owned(),
         body: Vec::new(),
+        connection: 0,
         head,
     };
     assert!(

@@ -1,9 +1,9 @@
 //! Event streams, cut in every way.
 
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use crate::client::{CHAT, Client, chat, post};
-use crate::mock::{Mock, Step, chunk, events_head, last_chunk};
+use crate::mock::{Hold, Mock, Step, chunk, events_head, last_chunk};
 use crate::setup::{metric, sidecar, sidecar_with};
 
 const STREAM: &str = "data: {\"t\":\"日本\"}\n\ndata:{\"t\":\"🎉\"}\n\ndata: {\"usage\":{\"prompt_tokens\":160,\"prompt_tokens_details\":{\"cached_tokens\":64}}}\n\ndata: [DONE]\n\n";
@@ -52,32 +52,32 @@ async fn bytes_and_usage_survive_every_cut() {
 
 #[tokio::test]
 async fn each_piece_is_forwarded_when_it_arrives() {
-    let worker = Mock::start(|_| {
-        let mut steps = vec![Step::Send(events_head())];
-        for _ in 0..5 {
-            steps.push(Step::Send(chunk(b"data: {}\n\n")));
-            steps.push(Step::Wait(Duration::from_millis(60)));
-        }
-        steps.push(Step::Send(last_chunk()));
-        steps
-    })
-    .await;
+    // The worker sends a piece when the client has the one before.
+    let hold = Hold::new();
+    let worker = {
+        let hold = hold.clone();
+        Mock::start(move |_| {
+            let mut steps = vec![Step::Send(events_head())];
+            for _ in 0..5 {
+                steps.push(Step::Send(chunk(b"data: {}\n\n")));
+                steps.push(Step::Until(hold.clone()));
+            }
+            steps.push(Step::Send(last_chunk()));
+            steps
+        })
+        .await
+    };
     let handle = sidecar(&[&worker]).await;
     let mut client = Client::connect(handle.proxy_addr).await;
-    let start = Instant::now();
     client
         .send("POST", CHAT, &[], chat(1, true).as_bytes())
         .await;
     client.head().await;
-    for number in 0..5_u64 {
+    for _ in 0..5 {
         assert_eq!(client.chunk().await.unwrap(), b"data: {}\n\n", "re-framed");
-        let due = Duration::from_millis(60 * number);
-        assert!(
-            start.elapsed() < due + Duration::from_millis(55),
-            "piece {number} after {:?}",
-            start.elapsed()
-        );
+        hold.release(1);
     }
+    assert_eq!(client.chunk().await.unwrap(), b"", "the end");
 }
 
 #[tokio::test]
@@ -112,12 +112,12 @@ async fn a_response_with_trailers_is_complete_and_keeps_its_connection() {
         config.scrape_interval_seconds = 100.0;
     })
     .await;
-    let before = worker.connections();
     for number in 0..5 {
         let answer = post(handle.proxy_addr, CHAT, &chat(number, false)).await;
         assert_eq!(answer.text(), "{}");
     }
     let series = "kvlane_cancelled_requests_total{worker=\"w1\"}";
     assert_eq!(metric(&handle, series).await, 0.0);
-    assert!(worker.connections() <= before + 1);
+    // One may be taken by a question of the sidecar's own meanwhile.
+    assert!(worker.connections() <= 2);
 }
