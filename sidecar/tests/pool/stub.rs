@@ -31,6 +31,8 @@ struct Said {
     silent: Vec<&'static str>,
     /// Pieces of a stream.
     pieces: usize,
+    /// A stream does not end.
+    is_endless: bool,
     asked: Vec<(String, Instant)>,
 }
 
@@ -83,6 +85,11 @@ impl Stub {
         self.said.lock().pieces = pieces;
     }
 
+    /// Streams go on after their pieces, until they need not.
+    pub(crate) fn go_on(&self, is_endless: bool) {
+        self.said.lock().is_endless = is_endless;
+    }
+
     /// When a path was asked for.
     pub(crate) fn asked(&self, path: &str) -> Vec<Instant> {
         let said = self.said.lock();
@@ -115,7 +122,7 @@ async fn answer_all(mut stream: TcpStream, said: Arc<Mutex<Said>>) {
             return;
         }
         let sent = if path == STREAM {
-            send_pieces(&mut stream, pieces).await
+            send_pieces(&mut stream, pieces, &said).await
         } else {
             let status = if found.is_some() { 200 } else { 404 };
             let body = found.unwrap_or_default();
@@ -129,12 +136,19 @@ async fn answer_all(mut stream: TcpStream, said: Arc<Mutex<Said>>) {
     }
 }
 
-async fn send_pieces(stream: &mut TcpStream, pieces: usize) -> std::io::Result<()> {
+async fn send_pieces(
+    stream: &mut TcpStream,
+    pieces: usize,
+    said: &Mutex<Said>,
+) -> std::io::Result<()> {
     let head = b"HTTP/1.1 200 X\r\ntransfer-encoding: chunked\r\n\r\n";
     stream.write_all(head).await?;
     for _ in 0..pieces {
         stream.write_all(b"1\r\n.\r\n").await?;
         tokio::time::sleep(Duration::from_millis(100)).await;
+    }
+    while said.lock().is_endless {
+        tokio::time::sleep(Duration::from_millis(5)).await;
     }
     stream.write_all(b"0\r\n\r\n").await
 }
