@@ -17,7 +17,7 @@ fn serve(machine: &mut Machine, name: &str) -> Sidecar {
 
 fn completion(number: u32) -> String {
     let prompt: Vec<u32> = (number * 1000..number * 1000 + 64).collect();
-    json!({"model": "sim", "prompt": prompt, "max_tokens": 400, "ignore_eos": true}).to_string()
+    json!({"model": "sim", "prompt": prompt, "max_tokens": 250, "ignore_eos": true}).to_string()
 }
 
 fn actions(sidecar: &Sidecar) -> Vec<Value> {

@@ -6,7 +6,8 @@ use std::time::Duration;
 use serde_json::Value;
 
 use crate::world::{
-    Machine, QUICK, engine, exchange, kill, shell, unique, within, without_capacity,
+    Machine, QUICK, answer_without_capacity, engine, exchange, kill, shell, unique, within,
+    without_capacity,
 };
 
 #[test]
@@ -80,7 +81,7 @@ fn a_worker_that_does_not_get_ready_is_named_and_the_others_serve() {
     let name = unique();
     let script = "if [ $INDEX = 1 ]; then echo loading shard 7 of 9; sleep 1000; fi; exec $ENGINE";
     let template = format!(
-        "name: {name}, replicas: 3, ready_seconds: 2, command: {}, {QUICK}",
+        "name: {name}, replicas: 3, ready_seconds: 4, command: {}, stop_seconds: 2, restart: {{initial_seconds: 60}}",
         shell(script)
     );
     let sidecar = machine.serve(&[template]);
@@ -89,7 +90,7 @@ fn a_worker_that_does_not_get_ready_is_named_and_the_others_serve() {
     }
     let missing = format!("{name}-1");
     let line = sidecar.says(&["engines are missing", "ready=2", "of=3", &missing]);
-    assert!(line.contains("was not ready within 2 seconds"), "{line}");
+    assert!(line.contains("was not ready within 4 seconds"), "{line}");
     assert!(line.contains("last lines: loading shard 7 of 9"), "{line}");
     assert!(line.contains("/health"), "{line}");
     let process = sidecar.until(&missing, "pausing");
@@ -114,10 +115,11 @@ fn a_process_that_listens_and_tells_no_capacity_is_not_ready() {
     let machine = Machine::new();
     let name = unique();
     let template = format!(
-        "name: {name}, ready_seconds: 12, command: {}, {QUICK}",
-        without_capacity()
+        "name: {name}, ready_seconds: 4, command: {}, {QUICK}",
+        without_capacity(&machine)
     );
     let sidecar = machine.serve(&[template]);
+    answer_without_capacity(&machine);
     let line = sidecar.says(&["engine failed", &name]);
     assert!(
         line.contains("/metrics does not tell the KV capacity"),
@@ -208,16 +210,18 @@ fn an_engine_that_served_and_ended_is_tried_again_whatever_its_code() {
 fn engines_of_one_model_start_one_by_one_until_it_is_there() {
     let machine = Machine::new();
     let name = unique();
-    let script = "sleep 0.4; exec $ENGINE";
-    let template = |name: &str| {
-        format!(
-            "name: {name}, replicas: 2, model: {name}/m, command: {}, {QUICK}",
-            shell(script)
-        )
-    };
-    let sidecar = machine.serve(&[template(&name)]);
+    // Until it was seen that one starts and the other waits.
+    let go = machine.path("go");
+    let script = format!(
+        "while [ ! -e {} ]; do sleep 0.05; done; exec $ENGINE",
+        go.display()
+    );
+    let sidecar = machine.serve(&[format!(
+        "name: {name}, replicas: 2, model: {name}/m, command: {}, {QUICK}",
+        shell(&script)
+    )]);
     let mut seen_waiting = false;
-    let all_serve = within(Duration::from_secs(20), || {
+    let all_serve = within(Duration::from_secs(60), || {
         let report = sidecar.report();
         let states: Vec<&Value> = report["processes"]
             .as_array()
@@ -228,7 +232,10 @@ fn engines_of_one_model_start_one_by_one_until_it_is_there() {
         let count = |state: &str| states.iter().filter(|found| **found == state).count();
         if count("serving") == 0 {
             assert!(count("starting") <= 1, "{states:?}");
-            seen_waiting |= count("waiting") == 1 && count("starting") == 1;
+            if count("waiting") == 1 && count("starting") == 1 {
+                seen_waiting = true;
+                std::fs::write(&go, "").unwrap();
+            }
         }
         count("serving") == 2
     });

@@ -1,7 +1,7 @@
 //! A running `kvlane serve`, what it says, and the processes that carry its mark.
 
 use std::io::{BufRead, BufReader, Read, Write};
-use std::net::{SocketAddr, TcpStream};
+use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 use std::sync::Arc;
@@ -30,17 +30,28 @@ pub(crate) fn shell(script: &str) -> String {
     format!("[sh, -c, {script}], environment: {{PORT: '{{port}}', INDEX: '{{index}}'}}")
 }
 
-/// A process that answers everything as if it were ready, but has no KV capacity.
-pub(crate) fn without_capacity() -> String {
-    let script = "import http.server, os
-class Handler(http.server.BaseHTTPRequestHandler):
-    def do_GET(self):
-        self.send_response(200)
-        self.end_headers()
-        self.wfile.write(b'{\"data\":[{\"id\":\"sim\"}]}')
-http.server.ThreadingHTTPServer(('127.0.0.1', int(os.environ['PORT'])), Handler).serve_forever()";
-    let script = serde_json::to_string(script).unwrap();
-    format!("[python3, -c, {script}], environment: {{PORT: '{{port}}'}}")
+/// The command of a process that only writes its port down; [`answer_without_capacity`] answers in its place.
+pub(crate) fn without_capacity(machine: &Machine) -> String {
+    let file = machine.path("port");
+    shell(&format!("echo $PORT > {}; exec sleep 1000", file.display()))
+}
+
+/// Answers everything on the port of such a process as if it were ready, but tells no KV capacity.
+pub(crate) fn answer_without_capacity(machine: &Machine) {
+    let port = u16::try_from(pid_in(&machine.path("port"))).unwrap();
+    let listener = TcpListener::bind(("127.0.0.1", port)).unwrap();
+    let answer = |mut stream: TcpStream| {
+        let _ = stream.read(&mut [0; 4096]);
+        let body = r#"{"data":[{"id":"sim"}]}"#;
+        let length = body.len();
+        let head = format!("HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: {length}");
+        let _ = stream.write_all(format!("{head}\r\n\r\n{body}").as_bytes());
+    };
+    std::thread::spawn(move || {
+        for stream in listener.incoming().flatten() {
+            std::thread::spawn(move || answer(stream));
+        }
+    });
 }
 
 /// Quick to give up and to start again.
@@ -321,7 +332,7 @@ pub(crate) fn kill(signal: &str, pids: &[u32]) {
 /// Waits until a file holds a process id.
 pub(crate) fn pid_in(path: &Path) -> u32 {
     let mut pid = None;
-    let is_there = within(Duration::from_secs(10), || {
+    let is_there = within(Duration::from_secs(60), || {
         let text = std::fs::read_to_string(path).unwrap_or_default();
         pid = text.trim().parse().ok();
         pid.is_some()
