@@ -89,7 +89,11 @@ enum Stage {
         until: Instant,
     },
     /// Another engine reads them: the lease does not end meanwhile.
-    Moving { blocks: Vec<BlockId> },
+    Moving {
+        blocks: Vec<BlockId>,
+        /// If the fetch fails nobody will try again.
+        is_last: bool,
+    },
 }
 
 /// Ended names that are told apart from unknown ones.
@@ -278,6 +282,7 @@ impl Ledger {
     fn moving(self: &Arc<Self>, name: Arc<str>, entry: &mut Entry, blocks: Vec<BlockId>) -> Moving {
         entry.stage = Stage::Moving {
             blocks: blocks.clone(),
+            is_last: false,
         };
         Moving {
             ledger: Arc::clone(self),
@@ -290,18 +295,23 @@ impl Ledger {
 
     fn end_move(&self, name: &Arc<str>, complete: bool) {
         let mut state = self.state.lock();
+        let mut is_over = complete;
         if complete {
             state.stats.collected += 1;
             state.end(name, Refusal::Used);
         } else if let Some(entry) = state.entries.get_mut(name)
-            && let Stage::Moving { blocks } = &mut entry.stage
+            && let Stage::Moving { blocks, is_last } = &mut entry.stage
         {
+            is_over = *is_last;
             let blocks = std::mem::take(blocks);
             let until = Instant::now() + self.lease;
             entry.stage = Stage::Held { blocks, until };
+            if is_over {
+                state.end(name, Refusal::Unknown);
+            }
         }
         drop(state);
-        if complete {
+        if is_over {
             self.inbox.free(Arc::clone(name));
         }
         self.changed.notify_one();
@@ -332,14 +342,17 @@ impl Ledger {
         ended.map(|(_, reason)| *reason)
     }
 
-    /// Frees what is held under `name`, unless it is being fetched: nobody will.
+    /// Frees what is held under `name`, which nobody will fetch; what is being fetched, when that fails.
     pub(super) fn give_up(&self, name: &Arc<str>) {
         let mut state = self.state.lock();
-        let held = |entry: &Entry| matches!(entry.stage, Stage::Held { .. });
-        if state.entries.get(name).is_some_and(held) {
-            state.end(name, Refusal::Unknown);
-            drop(state);
-            self.inbox.free(Arc::clone(name));
+        match state.entries.get_mut(name).map(|entry| &mut entry.stage) {
+            Some(Stage::Held { .. }) => {
+                state.end(name, Refusal::Unknown);
+                drop(state);
+                self.inbox.free(Arc::clone(name));
+            }
+            Some(Stage::Moving { is_last, .. }) => *is_last = true,
+            Some(Stage::Computing) | None => {}
         }
     }
 
@@ -455,6 +468,31 @@ mod tests {
         assert_eq!((ledger.stats().held, ledger.stats().expired), (0, 1));
         let later = ledger.begin_move(&id, &name, digest);
         assert_eq!(later.unwrap_err(), Refusal::Expired);
+    }
+
+    #[test]
+    fn what_was_given_up_while_it_moved_is_not_held_again() {
+        let ledger = ledger(60_000);
+        let (name, digest) = held(&ledger, 1);
+        let id = ledger.engine_id().to_owned();
+        let broken = ledger.begin_move(&id, &name, digest).unwrap();
+        ledger.give_up(&name);
+        assert_eq!(ledger.stats().held, 1, "it still moves");
+        drop(broken);
+        assert_eq!((ledger.stats().held, ledger.stats().expired), (0, 0));
+        let later = ledger.begin_move(&id, &name, digest);
+        assert_eq!(later.unwrap_err(), Refusal::Unknown);
+    }
+
+    #[test]
+    fn a_lease_that_runs_out_at_once_ends_with_the_next_look() {
+        let ledger = ledger(60_000);
+        let (name, digest) = held(&ledger, 1);
+        ledger.run_out();
+        assert_eq!(ledger.expire(), None);
+        assert_eq!((ledger.stats().held, ledger.stats().expired), (0, 1));
+        let late = ledger.begin_move(ledger.engine_id(), &name, digest);
+        assert_eq!(late.unwrap_err(), Refusal::Expired);
     }
 
     #[test]
