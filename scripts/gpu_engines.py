@@ -401,7 +401,10 @@ def plans(args, engines, report, link):
     # Neither true nor wise: with these the planner must split, so that a handoff through the router is seen and timed.
     forced = {
         "link_bytes_per_second": 1e15,
-        "planner": {"ttft_objective_seconds": 1_000, "itl_objective_seconds": 1e-6, "transfer_stall_seconds_per_token": 1e-12},
+        "planner": {
+            "ttft_objective_seconds": 1_000, "itl_objective_seconds": 1e-6, "transfer_stall_seconds_per_token": 1e-12,
+            "assumed_prefill_tokens_per_second": 10_000,
+        },
     }
     runs = [
         {"name": "planner", "says": f"link as measured ({speed}), one card", "handoff": link, "labels": card, "beside": 0},

@@ -76,6 +76,7 @@ def splitting(kv_bytes_per_token: int, lease_seconds: float) -> dict:
     planner = {
         "ttft_objective_seconds": 1e6,
         "itl_objective_seconds": 1e-6,
+        "assumed_prefill_tokens_per_second": 10_000,
         "transfer_stall_seconds_per_token": 0,
     }
     return {

@@ -19,29 +19,63 @@ impl Fit {
 
 /// Learns `seconds = fixed + units × per_unit` from the latest measurements.
 ///
-/// Median of pairwise slopes, then median of what is left over: up to 29 % of the measurements may be arbitrarily wrong
-/// without moving the line far. Where measurements lie too close together to tell the fixed part from the rest, the fixed
-/// part is believed as seeded (none without a seed). Until enough is measured a seed counts alone.
+/// Where they differ enough in size, by repeated medians: for each measurement the median of its slopes to the others, of those
+/// the median, then the median of what is left over. Close to half of the measurements may be wrong without moving the line far.
+/// Where they do not, the fixed part is believed as seeded (none without a seed), and each measurement has one vote for
+/// what a unit takes; the median wins. A seed stands against a single measurement, has a vote beside two, which so overrule it
+/// where they agree, and none beside three.
+///
+/// What a measurement can tell depends on how much of it is fixed: see [`Telling`].
 ///
 /// # Source
-/// P. K. Sen, "Estimates of the regression coefficient based on Kendall's tau", JASA 63 (1968), 1379-1389.
+/// A. F. Siegel, "Robust regression using repeated medians", Biometrika 69 (1982), 242-244. The seed's vote is our own: of
+/// two measurements on one side of the seed the nearer one wins, and of two on both sides the seed, so that one wrong
+/// measurement never does.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Line {
-    samples: VecDeque<(f64, f64)>,
+    telling: Telling,
+    samples: VecDeque<Sample>,
     seed: Option<Fit>,
     fit: Option<Fit>,
+    is_measured: bool,
 }
 
-/// Measurements kept. More follow a change of the machine more slowly; the fit takes about 2,000 slopes.
+/// From what size on a measurement tells what a unit takes.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Telling {
+    /// Units below which fixed costs hide it.
+    pub(super) units: f64,
+    /// Seconds below which a measurement tells only that a unit takes no longer: it speaks against a seed that is slower, and for
+    /// every other one.
+    pub(super) seconds: f64,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Sample {
+    units: f64,
+    seconds: f64,
+    /// It took no longer than this; how long it took, nobody knows.
+    is_bound: bool,
+}
+
+/// Measurements kept. More follow a change of the machine more slowly; the fit takes about 4,000 slopes.
 const KEPT: usize = 64;
-/// Measurements that replace a seed: with three, one may be wrong.
-const ENOUGH: usize = 3;
+/// Measurements from which slopes are believed: of four, one may be wrong.
+const ENOUGH: usize = 4;
 /// Largest work as a multiple of the smallest from which slopes are believed; noise of a few per cent over a smaller span
 /// would turn into a fixed part of the whole time.
 const SPAN: f64 = 1.5;
 
 impl Line {
-    /// Sets what is believed until enough is measured.
+    /// Creates a line that nothing is known of.
+    pub(super) fn new(telling: Telling) -> Self {
+        Self {
+            telling,
+            ..Self::default()
+        }
+    }
+
+    /// Sets what is believed until measurements tell otherwise.
     pub(super) fn seed(&mut self, seed: Fit) {
         self.seed = Some(seed);
         self.refit();
@@ -49,15 +83,12 @@ impl Line {
 
     /// Takes in one measurement; impossible ones are dropped.
     pub(super) fn observe(&mut self, units: f64, seconds: f64) {
-        let possible = |value: f64| value.is_finite() && value > 0.0;
-        if !possible(units) || !possible(seconds) {
-            return;
-        }
-        if self.samples.len() == KEPT {
-            self.samples.pop_front();
-        }
-        self.samples.push_back((units, seconds));
-        self.refit();
+        self.take(units, seconds, false);
+    }
+
+    /// Takes in that so much work took no longer than this; impossible bounds are dropped.
+    pub(super) fn observe_bound(&mut self, units: f64, seconds: f64) {
+        self.take(units, seconds, true);
     }
 
     /// Returns the line, if anything is known.
@@ -65,60 +96,114 @@ impl Line {
         self.fit
     }
 
+    /// Tells whether measurements tell the line, and not the seed alone.
+    pub(super) const fn is_measured(&self) -> bool {
+        self.is_measured
+    }
+
     pub(super) fn measurements(&self) -> usize {
         self.samples.len()
     }
 
+    fn take(&mut self, units: f64, seconds: f64, is_bound: bool) {
+        let possible = |value: f64| value.is_finite() && value > 0.0;
+        if !possible(units) || !possible(seconds) {
+            return;
+        }
+        if self.samples.len() == KEPT {
+            self.samples.pop_front();
+        }
+        self.samples.push_back(Sample {
+            units,
+            seconds,
+            is_bound,
+        });
+        self.refit();
+    }
+
     fn refit(&mut self) {
-        self.fit = if self.samples.len() < ENOUGH && self.seed.is_some() {
-            self.seed
-        } else {
-            self.sloped().or_else(|| self.proportional())
+        let measured = self.sloped().or_else(|| self.proportional());
+        let is_seeded = |fit: Fit| {
+            let seed = self.seed.map(|seed| seed.per_unit.to_bits());
+            seed == Some(fit.per_unit.to_bits())
         };
+        self.is_measured = measured.is_some_and(|fit| !is_seeded(fit));
+        self.fit = measured.or(self.seed);
     }
 
     fn sloped(&self) -> Option<Fit> {
-        let units = || self.samples.iter().map(|(units, _)| *units);
-        let (least, most) = (
-            units().fold(f64::INFINITY, f64::min),
-            units().fold(0.0, f64::max),
-        );
-        if self.samples.len() < ENOUGH || most < least * SPAN {
-            return None;
-        }
-        let apart = (most - least) / 10.0;
-        let mut slopes = Vec::new();
-        for (at, (units, seconds)) in self.samples.iter().enumerate() {
-            for (other_units, other_seconds) in self.samples.iter().skip(at + 1) {
-                let run = other_units - units;
-                if run.abs() >= apart {
-                    slopes.push((other_seconds - seconds) / run);
-                }
-            }
-        }
-        let per_unit = median(&mut slopes)?;
-        let mut rests: Vec<f64> = self
-            .samples
+        let samples: Vec<&Sample> = self.exact().collect();
+        let apart = self.spread(&samples)? / 10.0;
+        let mut slopes: Vec<f64> = samples
             .iter()
-            .map(|(units, seconds)| seconds - units * per_unit)
+            .filter_map(|one| {
+                let slope = |other: &&Sample| {
+                    let run = other.units - one.units;
+                    (run.abs() >= apart).then(|| (other.seconds - one.seconds) / run)
+                };
+                median(
+                    &mut samples
+                        .iter()
+                        .copied()
+                        .filter_map(|other| slope(&other))
+                        .collect::<Vec<_>>(),
+                )
+            })
             .collect();
-        let fixed = median(&mut rests)?;
+        let per_unit = median(&mut slopes)?;
+        let rest = |sample: &&Sample| sample.seconds - sample.units * per_unit;
+        let fixed = median(&mut samples.iter().map(rest).collect::<Vec<_>>())?;
         (per_unit > 0.0 && fixed >= 0.0).then_some(Fit { fixed, per_unit })
     }
 
-    /// Keeps the seeded fixed part, unless a measurement took less than it.
+    /// Returns how far the sizes of measurements lie apart, the smallest and the largest aside: a slope must not hang on one of
+    /// them. `None` where that is not enough for slopes.
+    fn spread(&self, samples: &[&Sample]) -> Option<f64> {
+        let longest = samples
+            .iter()
+            .map(|sample| sample.seconds)
+            .fold(0.0, f64::max);
+        if samples.len() < ENOUGH || longest < self.telling.seconds {
+            return None;
+        }
+        let mut sizes: Vec<f64> = samples.iter().map(|sample| sample.units).collect();
+        sizes.sort_by(f64::total_cmp);
+        let (least, most) = (sizes[1], sizes[sizes.len() - 2]);
+        (most >= least * SPAN && most - least >= self.telling.units).then_some(most - least)
+    }
+
+    /// Lets each measurement vote. Keeps the seeded fixed part, unless a measurement took less than it.
     fn proportional(&self) -> Option<Fit> {
-        let quickest = self.samples.iter().map(|(_, seconds)| *seconds);
+        let quickest = self.exact().map(|sample| sample.seconds);
         let quickest = quickest.fold(f64::INFINITY, f64::min);
         let seeded = self.seed.map_or(0.0, |seed| seed.fixed);
         let fixed = if seeded < quickest { seeded } else { 0.0 };
-        let mut ratios: Vec<f64> = self
+        let seed = self.seed.map(|seed| seed.per_unit);
+        let telling = self
             .samples
             .iter()
-            .map(|(units, seconds)| (seconds - fixed) / units)
-            .collect();
-        let per_unit = median(&mut ratios)?;
-        Some(Fit { fixed, per_unit })
+            .filter(|sample| sample.units >= self.telling.units);
+        let vote = |sample: &Sample| {
+            let own = (sample.seconds - fixed) / sample.units;
+            let is_bound = sample.is_bound || sample.seconds < self.telling.seconds;
+            match seed {
+                Some(seed) if is_bound => Some(own.min(seed)),
+                None if sample.is_bound => None,
+                _ => Some(own),
+            }
+        };
+        let mut votes: Vec<f64> = telling.filter_map(vote).collect();
+        match (seed, votes.len()) {
+            (Some(_), 0 | 1) => return None,
+            (Some(seed), 2) => votes.push(seed),
+            _ => {}
+        }
+        let per_unit = median(&mut votes)?;
+        (per_unit > 0.0).then_some(Fit { fixed, per_unit })
+    }
+
+    fn exact(&self) -> impl Iterator<Item = &Sample> {
+        self.samples.iter().filter(|sample| !sample.is_bound)
     }
 }
 
@@ -208,7 +293,7 @@ mod tests {
     }
 
     #[test]
-    fn a_seed_counts_until_three_measurements_and_keeps_its_fixed_part() {
+    fn a_seed_stands_against_one_measurement_and_keeps_its_fixed_part() {
         let mut line = Line::default();
         let seed = Fit {
             fixed: 0.5,
@@ -216,9 +301,9 @@ mod tests {
         };
         line.seed(seed);
         line.observe(1_000.0, 2.5);
+        assert_eq!((line.fit(), line.is_measured()), (Some(seed), false));
         line.observe(1_000.0, 2.5);
-        assert_eq!(line.fit(), Some(seed));
-        line.observe(1_000.0, 2.5);
+        assert!(line.is_measured());
         assert_eq!(
             line.fit(),
             Some(Fit {
@@ -229,6 +314,113 @@ mod tests {
         // Contradicted by a measurement below it.
         line.observe(1_000.0, 0.4);
         assert!(line.fit().unwrap().fixed == 0.0);
+    }
+
+    #[expect(
+        clippy::cast_possible_truncation,
+        clippy::cast_sign_loss,
+        reason = "speeds of tests are small"
+    )]
+    fn as_whole(speed: f64) -> u64 {
+        speed.round() as u64
+    }
+
+    /// Returns the speed that is believed after each measurement, of a line seeded with 100 units a second.
+    fn speeds_after(telling: Telling, samples: &[(f64, f64)]) -> Vec<u64> {
+        let mut line = Line::new(telling);
+        line.seed(Fit {
+            fixed: 0.0,
+            per_unit: 0.01,
+        });
+        let after = |(units, seconds): &(f64, f64)| {
+            line.observe(*units, *seconds);
+            as_whole(1.0 / line.fit().unwrap().per_unit)
+        };
+        samples.iter().map(after).collect()
+    }
+
+    #[test]
+    fn two_measurements_that_agree_overrule_a_seed_and_one_that_is_wrong_never_does() {
+        let speeds = |samples: &[(f64, f64)]| speeds_after(Telling::default(), samples);
+        // Ten times too fast, and ten times too slow.
+        assert_eq!(speeds(&[(500.0, 50.0), (1_000.0, 100.0)]), [100, 10]);
+        assert_eq!(speeds(&[(500.0, 0.5), (1_000.0, 1.0)]), [100, 1_000]);
+        // The first brings a handshake of 50 s with it: the seed is right, then wrong.
+        assert_eq!(
+            speeds(&[(500.0, 55.0), (500.0, 5.0), (500.0, 5.0)]),
+            [100, 100, 100]
+        );
+        assert_eq!(
+            speeds(&[(500.0, 100.0), (500.0, 50.0), (900.0, 90.0)]),
+            [100, 10, 10]
+        );
+        // One of four, whichever and wherever it is.
+        let sizes = [200.0, 400.0, 700.0, 900.0];
+        for wrong in 0..4 {
+            for factor in [0.05, 20.0] {
+                let mut samples = sizes.map(|size| (size, size / 10.0));
+                samples[wrong].1 *= factor;
+                assert_eq!(speeds(&samples)[3], 10, "{wrong} {factor}");
+            }
+        }
+    }
+
+    #[test]
+    fn what_is_mostly_fixed_tells_no_speed() {
+        let telling = Telling {
+            units: 1_000.0,
+            seconds: 0.0,
+        };
+        let mut line = Line::new(telling);
+        // 15 ms and 20,000 units a second: a prompt of 20 looks like 1,250 a second.
+        let took = |units: f64| 0.015 + units / 20_000.0;
+        for units in [20.0, 60.0, 35.0, 500.0, 20.0, 900.0] {
+            line.observe(units, took(units));
+            assert_eq!(line.fit(), None);
+        }
+        line.observe(1_500.0, took(1_500.0));
+        // 90 ms for 1,500, and nothing that is fixed: a fifth too slow.
+        assert!(close(line.fit().unwrap().per_unit, 0.00006, 0.001));
+        line.observe(2_500.0, took(2_500.0));
+        let fit = line.fit().unwrap();
+        assert!(
+            close(fit.per_unit, 0.00005, 0.001) && close(fit.fixed, 0.015, 0.001),
+            "{fit:?}"
+        );
+    }
+
+    #[test]
+    fn what_was_quick_speaks_against_a_slower_seed_only() {
+        let telling = Telling {
+            units: 0.0,
+            seconds: 0.05,
+        };
+        // A unit in 40 ms is 25 a second, if nothing of it is fixed.
+        let small = [(1.0, 0.04); 5];
+        assert_eq!(speeds_after(telling, &small), [100; 5]);
+        // 100 units in as long are at least 2,500 a second.
+        let large = [(100.0, 0.04); 3];
+        assert_eq!(speeds_after(telling, &large), [100, 2_500, 2_500]);
+        // Quick ones of two sizes tell no slope either.
+        let both = [(1.0, 0.04), (1.0, 0.03), (2.0, 0.031), (2.0, 0.041)];
+        assert_eq!(speeds_after(telling, &both), [100; 4]);
+    }
+
+    #[test]
+    fn a_bound_speaks_against_a_slower_seed_only_and_tells_nothing_alone() {
+        let mut line = Line::default();
+        line.observe_bound(100.0, 2.0);
+        line.observe_bound(100.0, 2.0);
+        assert_eq!(line.fit(), None);
+        line.seed(Fit {
+            fixed: 0.0,
+            per_unit: 0.01,
+        });
+        assert!(close(line.fit().unwrap().per_unit, 0.01, 1e-9));
+        line.observe_bound(1_000.0, 2.0);
+        line.observe_bound(1_000.0, 2.0);
+        line.observe_bound(1_000.0, 2.0);
+        assert!(close(line.fit().unwrap().per_unit, 0.002, 1e-9));
     }
 
     #[test]

@@ -20,9 +20,9 @@ pub struct HandoffConfig {
     /// Target of the time between two tokens of a stream, in seconds (default 0.1, above 0). Lower makes gaps dearer, and
     /// so splits more; none lets the first token alone decide. Gaps below it cost nothing.
     pub itl_objective_seconds: Option<f64>,
-    /// Prompt tokens per second of workers that are neither seeded nor measured (default 10,000, above 0). Plans that rest
-    /// on it say so.
-    pub assumed_prefill_tokens_per_second: f64,
+    /// Prompt tokens per second of workers of which, like of all others, none is seeded or measured (default none, above 0).
+    /// Plans that rest on it say so. Without it a request is not split before a speed is known, where one worker can serve it.
+    pub assumed_prefill_tokens_per_second: Option<f64>,
     /// Seconds for each token moved by which an arriving cache stalls the streams of its worker, until it is measured
     /// (default 8.8e-6, 0 or more).
     ///
@@ -36,7 +36,7 @@ impl Default for HandoffConfig {
         Self {
             ttft_objective_seconds: 1.0,
             itl_objective_seconds: Some(0.1),
-            assumed_prefill_tokens_per_second: 10_000.0,
+            assumed_prefill_tokens_per_second: None,
             transfer_stall_seconds_per_token: 8.8e-6,
         }
     }
@@ -60,11 +60,9 @@ impl HandoffConfig {
         if let Some(seconds) = self.itl_objective_seconds {
             positive("itl_objective_seconds", seconds, 1e-6)?;
         }
-        positive(
-            "assumed_prefill_tokens_per_second",
-            self.assumed_prefill_tokens_per_second,
-            1e-3,
-        )?;
+        if let Some(speed) = self.assumed_prefill_tokens_per_second {
+            positive("assumed_prefill_tokens_per_second", speed, 1e-3)?;
+        }
         positive(
             "transfer_stall_seconds_per_token",
             self.transfer_stall_seconds_per_token,

@@ -91,6 +91,8 @@ pub struct TtftTerms {
     pub transfer_bytes: f64,
     /// The worker's speed was not measured: it is that of its peers, or the configured assumption.
     pub assumed_speed: bool,
+    /// No transfer has told the link's speed yet: it is that of its seed.
+    pub seeded_link: bool,
 }
 
 /// The predicted effect on streams that run already, where it is worst.
@@ -168,6 +170,9 @@ pub enum Reason {
     NoLink,
     /// The link was neither measured nor seeded; requests are not split on a guess.
     UnmeasuredLink,
+    /// How fast any of the workers computes a prompt is not known yet, nor assumed by the configuration, and one worker can
+    /// serve the request.
+    SpeedNotKnown,
 }
 
 /// Costs nearer than this share count as equal: predictions are no better than that.
@@ -181,6 +186,8 @@ pub(super) struct Context<'a> {
     pub(super) workers: &'a [PlanWorker],
     /// Of each worker: its speed, and whether that is assumed.
     pub(super) speeds: Vec<(WorkerSpeed, bool)>,
+    /// None of these speeds is more than a guess.
+    pub(super) is_guess: bool,
 }
 
 impl Context<'_> {
@@ -208,6 +215,7 @@ impl Context<'_> {
         let bytes = self.request.shape.bytes_after(input, held);
         let seconds = link.seconds(bytes, ttft.total_seconds, now)?;
         ttft.transfer_bytes = bytes;
+        ttft.seeded_link = !link.is_measured();
         ttft.transfer_fixed_seconds = fit.fixed;
         ttft.transfer_seconds = fit.per_unit * bytes;
         ttft.sharing_seconds = (seconds - fit.seconds(bytes)).max(0.0);
@@ -227,7 +235,11 @@ impl Context<'_> {
         if !self.request.splittable {
             return Some(Reason::Unsplittable);
         }
-        (self.workers[prefill].group != self.workers[decode].group).then_some(Reason::OtherGroup)
+        if self.workers[prefill].group != self.workers[decode].group {
+            return Some(Reason::OtherGroup);
+        }
+        let has_other_way = || self.workers.iter().any(|worker| worker.serves_alone);
+        (self.is_guess && has_other_way()).then_some(Reason::SpeedNotKnown)
     }
 
     /// Returns the pairs by role. Of very many, those with the quickest prefill and the most of the prompt at the decoder.

@@ -75,7 +75,7 @@ impl HandoffPlanner {
         &self.config
     }
 
-    /// Sets what is believed of a worker's prefill until three of its prompts are measured.
+    /// Sets what is believed of a worker's prefill until two of its prompts tell otherwise.
     ///
     /// # Errors
     /// [`ErrorKind::Config`](crate::ErrorKind::Config) unless speed and attention tokens are above 0 and the fixed part is
@@ -93,8 +93,8 @@ impl HandoffPlanner {
         Ok(())
     }
 
-    /// Sets what is believed of a link until three transfers are measured: bytes per second of one transfer alone, and
-    /// what a transfer costs whatever its size.
+    /// Sets what is believed of a link until two transfers tell otherwise: bytes per second of one transfer alone, and what a
+    /// transfer costs whatever its size.
     ///
     /// # Errors
     /// [`ErrorKind::Config`](crate::ErrorKind::Config) unless the speed is above 0.
@@ -106,7 +106,8 @@ impl HandoffPlanner {
         Ok(())
     }
 
-    /// Takes in the time from sending a prompt to its first token, or to the answer of a prefill leg.
+    /// Takes in the time from sending a prompt to its first token, or to the answer of a prefill leg. Prompts of less than 1,024
+    /// tokens to compute tell no speed: what is fixed outweighs what each token takes.
     pub fn observe_prefill(&self, worker: &WorkerRank, work: &PrefillWork, elapsed: Duration) {
         let mut state = self.state.lock();
         let estimate = state.workers.entry_ref(worker).or_default();
@@ -162,11 +163,13 @@ impl HandoffPlanner {
         for link in state.links.values_mut() {
             link.advance(now);
         }
+        let (speeds, is_guess) = state.speeds(workers, &self.config);
         let context = Context {
             config: &self.config,
             request,
             workers,
-            speeds: state.speeds(workers, &self.config),
+            speeds,
+            is_guess,
         };
         let alone = |at: &usize| workers[*at].serves_alone;
         let singles = (0..workers.len()).filter(alone);
@@ -203,12 +206,15 @@ impl HandoffPlanner {
         let mut state = self.state.lock();
         let id = state.next_transfer;
         state.next_transfer += 1;
+        let assumed = self.config.assumed_prefill_tokens_per_second;
+        let knows_prefill = assumed.is_some() || state.knows_prefill();
         let open = state.links.entry_ref(link).or_default();
-        open.book(id, chosen.ttft.transfer_bytes, now + prefill.min(MAX_WAIT));
+        open.book(id, chosen.ttft.transfer_bytes, prefill.min(MAX_WAIT), now);
         Some(TransferGuard {
             state: Arc::clone(&self.state),
             link: link.clone(),
             id,
+            knows_prefill,
         })
     }
 
@@ -227,24 +233,40 @@ impl HandoffPlanner {
 /// A prefill that is predicted to take longer is as good as never done; also keeps instants from overflowing.
 const MAX_WAIT: Duration = Duration::from_secs(86_400);
 
+/// Prompt tokens per second where nothing tells them: what is predicted with it is shown, and decides nothing but between workers
+/// that serve alone or, where none does, between pairs. Between a small model on a small card and a large one on several.
+const GUESS: f64 = 10_000.0;
+
 impl State {
-    /// Returns each worker's speed; that of its peers where it has none of its own.
-    fn speeds(&self, workers: &[PlanWorker], config: &HandoffConfig) -> Vec<(WorkerSpeed, bool)> {
+    /// Tells whether the speed of any worker is known: others are taken to be as fast.
+    fn knows_prefill(&self) -> bool {
+        let known = |estimate: &WorkerEstimate| estimate.known().is_some();
+        self.workers.values().any(known)
+    }
+
+    /// Returns each worker's speed, that of its peers where it has none of its own; and whether all of them are a guess.
+    fn speeds(
+        &self,
+        workers: &[PlanWorker],
+        config: &HandoffConfig,
+    ) -> (Vec<(WorkerSpeed, bool)>, bool) {
         let known = |worker: &PlanWorker| self.workers.get(&worker.target)?.known();
         let own: Vec<_> = workers.iter().map(known).collect();
         let estimate = |worker: &PlanWorker| self.workers.get(&worker.target);
         let mut peers: Vec<_> = own.iter().flatten().copied().collect();
         peers.sort_by(|one, other| one.prefill.per_unit.total_cmp(&other.prefill.per_unit));
+        let configured = config.assumed_prefill_tokens_per_second;
+        let is_guess = peers.is_empty() && configured.is_none();
         let assumed = peers
             .get(peers.len() / 2)
             .copied()
-            .unwrap_or_else(|| WorkerSpeed::assumed(config.assumed_prefill_tokens_per_second));
+            .unwrap_or_else(|| WorkerSpeed::assumed(configured.unwrap_or(GUESS)));
         // Gaps of a worker are its own, also where its speed is that of its peers.
         let taken = |(speed, worker): (Option<WorkerSpeed>, &PlanWorker)| match speed {
             Some(speed) => (speed, false),
             None => (assumed.with_gaps_of(estimate(worker)), true),
         };
-        own.into_iter().zip(workers).map(taken).collect()
+        (own.into_iter().zip(workers).map(taken).collect(), is_guess)
     }
 
     fn pair(
@@ -273,9 +295,29 @@ pub struct TransferGuard {
     state: Arc<Mutex<State>>,
     link: LinkId,
     id: u64,
+    /// The prediction of its prefill rests on a speed that is known.
+    knows_prefill: bool,
 }
 
 impl TransferGuard {
+    /// Tells that prefill and decode were sent together, so that nobody will tell when the prefill ends and the bytes move: it is
+    /// taken to end as predicted, and what is learned from the first token is as good as that. Where no speed of prefill is
+    /// known, nothing is.
+    pub fn sent_together(&self, now: Instant) {
+        if self.knows_prefill
+            && let Some(link) = self.state.lock().links.get_mut(&self.link)
+        {
+            link.starts_unseen(self.id, now);
+        }
+    }
+
+    /// Tells that nobody will tell when the bytes have arrived, as where the first token comes with the last. Nothing is learned then.
+    pub fn ends_unseen(&self) {
+        if let Some(link) = self.state.lock().links.get_mut(&self.link) {
+            link.ends_unseen(self.id);
+        }
+    }
+
     /// Tells that the prefill has ended and the bytes move.
     pub fn started(&self, now: Instant) {
         if let Some(link) = self.state.lock().links.get_mut(&self.link) {
@@ -313,7 +355,7 @@ pub struct HandoffStats {
 pub struct PrefillStats {
     /// The worker.
     pub worker: WorkerRank,
-    /// Prompt tokens per second, attention aside, when known.
+    /// Prompt tokens per second, attention aside, when known: short prompts alone do not tell.
     pub tokens_per_second: Option<f64>,
     /// Seconds of a prefill whatever its length, when known.
     pub fixed_seconds: Option<f64>,
@@ -333,7 +375,7 @@ impl PrefillStats {
     fn of((worker, estimate): (&WorkerRank, &WorkerEstimate)) -> Option<Self> {
         let prefill = estimate.known().map(|speed| speed.prefill);
         let [gap_seconds, prefill_stall, transfer_stall] = estimate.stalls();
-        if prefill.is_none() && gap_seconds.is_none() {
+        if prefill.is_none() && gap_seconds.is_none() && estimate.measurements() == 0 {
             return None;
         }
         Some(Self {
@@ -362,6 +404,8 @@ pub struct LinkStats {
     pub open_transfers: usize,
     /// Transfers in the estimate; 0 when it is seeded alone.
     pub measurements: usize,
+    /// They tell the speed; else the seed does.
+    pub is_measured: bool,
 }
 
 impl LinkStats {
@@ -373,6 +417,7 @@ impl LinkStats {
             fixed_seconds: fit.map(|fit| fit.fixed),
             open_transfers: link.open_transfers(),
             measurements: link.measurements(),
+            is_measured: link.is_measured(),
         }
     }
 }

@@ -7,6 +7,8 @@ use crate::ids::{Role, WorkerId, WorkerRank};
 
 use super::*;
 
+mod learning;
+
 /// A prefill and a decode worker with a link between them.
 struct Lab {
     planner: HandoffPlanner,

@@ -435,6 +435,16 @@ fn summarise(plan: &HandoffPlan) -> Arc<Value> {
         fields.insert("predicted_ttft_seconds".to_owned(), json!(ttft));
         let gap = chosen.itl.gap_seconds;
         fields.insert("predicted_gap_seconds".to_owned(), json!(gap));
+        if let Route::Pair { .. } = chosen.route {
+            let says = if chosen.ttft.seeded_link {
+                "seed"
+            } else {
+                "transfers"
+            };
+            fields.insert("link_speed_from".to_owned(), json!(says));
+        } else if let Some(excluded) = plan.excluded.first() {
+            fields.insert("not_split".to_owned(), json!(excluded.reason));
+        }
     }
     Arc::new(summary)
 }

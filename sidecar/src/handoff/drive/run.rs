@@ -307,9 +307,10 @@ impl Run {
         self.pair.decode.prefill_done(now);
         self.decode_disturbs = None;
         let fetched = self.fetching == Some(attempt);
+        let is_stream = is_event_stream(&parts.headers);
         if fetched {
             self.fetched = true;
-            self.learn_transfer(now);
+            self.learn_transfer(now, is_stream);
             // The prefill worker holds nothing of it any more. In concurrent protocols its answer tells what it had cached.
             if self.is_sequential() || self.prefill.is_none() {
                 self.release_prefill(true);
@@ -320,7 +321,7 @@ impl Run {
             let metrics = &self.pair.decode.worker.metrics;
             metrics.ttft_seconds.observe(waited.as_secs_f64());
             self.pair.decode.worker.pulse.first_token(waited);
-            let forwarded = if is_event_stream(&parts.headers) {
+            let forwarded = if is_stream {
                 self.client.begin_stream(*parts);
                 let corrector = fetched.then(|| AnswerCorrector::new(self.cached_tokens));
                 let gaps = self.gaps_of(&self.pair.decode);
@@ -338,17 +339,17 @@ impl Run {
         gaps.map(|gaps| gaps.of(&side.target()))
     }
 
-    fn learn_transfer(&mut self, now: Instant) {
-        if !self.is_sequential() {
-            // When the bytes began to move, nobody told.
-            self.pair.transfer = None;
+    fn learn_transfer(&mut self, now: Instant, is_stream: bool) {
+        let transfer = self.pair.transfer.take();
+        // The first byte of an answer that is no stream comes with the last token.
+        if !is_stream {
             return;
         }
-        if let Some(answered) = self.prefill_answered {
+        if let Some(answered) = self.prefill_answered.filter(|_| self.is_sequential()) {
             let seconds = (now - answered).as_secs_f64();
             self.shared.metrics.transfer_seconds.observe(seconds);
         }
-        if let Some(transfer) = self.pair.transfer.take() {
+        if let Some(transfer) = transfer {
             transfer.finished(now);
         }
     }
@@ -471,6 +472,14 @@ impl Run {
         let task = self.tasks.spawn(sending.prefill(self.events.0.clone()));
         let now = Instant::now();
         self.prefill_sent = Some(now);
+        if let Some(transfer) = &self.pair.transfer {
+            if !self.is_sequential() {
+                transfer.sent_together(now);
+            }
+            if !asks_for_stream(&self.request.body) {
+                transfer.ends_unseen();
+            }
+        }
         let gaps = self.gaps_of(&self.pair.prefill);
         // The answer of a concurrent protocol comes after its transfer, and says nothing of the prompt's end.
         let cause = Some(GapCause::Prefill(self.pair.work)).filter(|_| self.is_sequential());
@@ -605,4 +614,8 @@ impl Run {
         }
         BookingOutcome::failed()
     }
+}
+
+fn asks_for_stream(body: &Value) -> bool {
+    body.get("stream").and_then(Value::as_bool) == Some(true)
 }
