@@ -10,6 +10,7 @@ pub mod engine;
 pub mod events;
 pub mod fleet;
 pub mod forward;
+mod frame;
 pub mod handoff;
 pub mod link;
 pub mod metrics;

@@ -1,15 +1,17 @@
 //! What the two sides say to each other, over TCP.
 //!
 //! The measuring side says [`Hello`] on every connection and gets a [`Welcome`]; where that offers NIXL, a frame of metadata
-//! follows and the bytes are read with NIXL. Otherwise each [`Ask`] is answered with as many bytes. A frame is a length (4
-//! bytes, little endian) and as much JSON.
+//! follows and the bytes are read with NIXL. Otherwise each [`Ask`] is answered with as many bytes. Messages are
+//! JSON in the frames of [`crate::frame`].
 
 use std::time::Duration;
 
 use kvlane::Result;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
-use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
+use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt};
+
+use crate::frame;
 
 use super::failed;
 
@@ -91,9 +93,8 @@ pub(super) async fn say_bytes(
     stream: &mut (impl AsyncWrite + Unpin + Send),
     bytes: &[u8],
 ) -> Result<()> {
-    let length = u32::try_from(bytes.len()).unwrap_or(u32::MAX).to_le_bytes();
     let writing = async {
-        stream.write_all(&[&length[..], bytes].concat()).await?;
+        frame::write(stream, bytes).await?;
         stream.flush().await
     };
     match tokio::time::timeout(STEP_LIMIT, writing).await {
@@ -121,19 +122,10 @@ pub(super) async fn hear_bytes(
     stream: &mut (impl AsyncRead + Unpin + Send),
     limit: Duration,
 ) -> Result<Vec<u8>> {
-    let reading = async {
-        let length = stream.read_u32_le().await? as usize;
-        if length > MAX_FRAME {
-            return Ok(Err(length));
-        }
-        let mut bytes = vec![0; length];
-        stream.read_exact(&mut bytes).await?;
-        std::io::Result::Ok(Ok(bytes))
-    };
-    match tokio::time::timeout(limit, reading).await {
-        Ok(Ok(Ok(bytes))) => Ok(bytes),
-        Ok(Ok(Err(length))) => Err(failed(format!(
-            "the peer is no kvlane link: it sends a frame of {length} bytes; at most {MAX_FRAME} are accepted"
+    match tokio::time::timeout(limit, frame::read(stream, MAX_FRAME)).await {
+        Ok(Ok(bytes)) => Ok(bytes),
+        Ok(Err(error)) if error.kind() == std::io::ErrorKind::InvalidData => Err(failed(format!(
+            "the peer is no kvlane link: it sends {error}"
         ))),
         Ok(Err(error)) => Err(failed("the peer went away".to_owned()).with_source(error)),
         Err(_) => Err(late()),

@@ -16,6 +16,7 @@ use super::pool::{LISTED, Landed, Landing, Pool, read_list};
 use super::wire::{self, DONE, Placement, TIME_LIMIT};
 use super::{Fetching, Means, Moved, Refusal, Transport, tcp};
 use crate::engine::kv::BlockId;
+use crate::frame;
 use crate::nixl::{Agent, Direction, Memory, Nixl, Part, Transfer};
 
 /// Fetches with NIXL, or over TCP from a holder that has no NIXL.
@@ -86,8 +87,8 @@ impl Mover {
         let Some(placement) = offer.nixl else {
             return tcp::receive(stream, content, self.bytes_per_token, began).await;
         };
-        let metadata = wire::read_frame(&mut stream, MAX_METADATA).await?;
-        let list = wire::read_frame(&mut stream, content.blocks() * LISTED).await?;
+        let metadata = frame::read(&mut stream, MAX_METADATA).await?;
+        let list = frame::read(&mut stream, content.blocks() * LISTED).await?;
         let list = read_list(&list).filter(|list| list.len() == content.blocks());
         let Some(list) = list else {
             return Ok(Err(Refusal::Damaged));

@@ -10,8 +10,9 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
 use super::ledger::Ledger;
-use super::wire::{self, DONE, MAX_HEAD, Offer, TIME_LIMIT, Wanted};
+use super::wire::{DONE, MAX_HEAD, Offer, TIME_LIMIT, Wanted};
 use super::{Place, tcp};
+use crate::frame;
 
 /// What a listener gives out.
 #[derive(Clone, Debug)]
@@ -58,7 +59,7 @@ impl Holder {
         stream.set_nodelay(true)?;
         let (mut reader, writer) = stream.into_split();
         let mut writer = BufWriter::with_capacity(1 << 16, writer);
-        let head = wire::read_frame(&mut reader, MAX_HEAD).await?;
+        let head = frame::read(&mut reader, MAX_HEAD).await?;
         let wanted: Wanted = serde_json::from_slice(&head)?;
         let moving = self
             .ledger
@@ -70,7 +71,7 @@ impl Holder {
                     refused: Some(reason.as_str().to_owned()),
                     ..Offer::default()
                 };
-                wire::write_frame(&mut writer, &serde_json::to_vec(&offer)?).await?;
+                frame::write(&mut writer, &serde_json::to_vec(&offer)?).await?;
                 return writer.flush().await;
             }
         };
@@ -81,12 +82,12 @@ impl Holder {
             refused: None,
             nixl: placed.as_ref().map(|(pool, _)| pool.placement()),
         };
-        wire::write_frame(&mut writer, &serde_json::to_vec(&offer)?).await?;
+        frame::write(&mut writer, &serde_json::to_vec(&offer)?).await?;
         match placed {
             Some((pool, list)) => {
                 let metadata: &[u8] = if wanted.known { &[] } else { pool.metadata() };
-                wire::write_frame(&mut writer, metadata).await?;
-                wire::write_frame(&mut writer, &list).await?;
+                frame::write(&mut writer, metadata).await?;
+                frame::write(&mut writer, &list).await?;
                 writer.flush().await?;
             }
             None => tcp::send(&mut writer, &moving, self.bytes_per_token).await?,

@@ -12,6 +12,7 @@ use super::ledger::Moving;
 use super::parameters::Source;
 use super::wire::{self, DONE, TIME_LIMIT};
 use super::{Fetching, Means, Moved, Refusal, Transport};
+use crate::frame;
 
 /// Fetches over TCP.
 #[derive(Debug)]
@@ -70,7 +71,7 @@ pub(super) async fn receive(
     let mut checking = Duration::ZERO;
     for index in 0..content.blocks() {
         let length = content.block_tokens(index) * bytes_per_token;
-        let block = wire::read_frame(&mut stream, length).await?;
+        let block = frame::read(&mut stream, length).await?;
         let checksum = stream.read_u64_le().await?;
         let arrived = Instant::now();
         content.write_block(index, bytes_per_token, &mut expected);
@@ -101,7 +102,7 @@ pub(super) async fn send(
         moving
             .content
             .write_block(index, bytes_per_token, &mut bytes);
-        wire::write_frame(writer, &bytes).await?;
+        frame::write(writer, &bytes).await?;
         writer.write_u64_le(xxh3_64(&bytes)).await?;
     }
     writer.flush().await

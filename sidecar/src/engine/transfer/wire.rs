@@ -8,15 +8,17 @@
 //!          block's number, 8 bytes of its XXH3); the fetcher reads the blocks with NIXL
 //! fetcher: one byte, when all arrived and are right; the holder frees them
 //! ```
-//! A frame is a length (4 bytes, little endian) and as many bytes. The connection stays open while blocks move, so that each
+//! Frames are those of [`crate::frame`]. The connection stays open while blocks move, so that each
 //! side learns at once that the other is gone.
 
 use std::io;
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
-use tokio::io::{AsyncRead, AsyncReadExt, AsyncWriteExt, BufReader};
+use tokio::io::{AsyncWriteExt, BufReader};
 use tokio::net::TcpStream;
+
+use crate::frame;
 
 use super::Refusal;
 use super::content::Content;
@@ -82,9 +84,9 @@ pub(super) async fn ask(
         nixl,
         known,
     };
-    write_frame(&mut stream, &serde_json::to_vec(&wanted)?).await?;
+    frame::write(&mut stream, &serde_json::to_vec(&wanted)?).await?;
     stream.flush().await?;
-    let offer: Offer = serde_json::from_slice(&read_frame(&mut stream, MAX_HEAD).await?)?;
+    let offer: Offer = serde_json::from_slice(&frame::read(&mut stream, MAX_HEAD).await?)?;
     if let Some(reason) = &offer.refused {
         let known = Refusal::ALL
             .into_iter()
@@ -95,28 +97,4 @@ pub(super) async fn ask(
         return Ok(Err(Refusal::Foreign));
     }
     Ok(Ok((stream, offer)))
-}
-
-pub(super) async fn write_frame(
-    stream: &mut (impl AsyncWriteExt + Unpin + Send),
-    bytes: &[u8],
-) -> io::Result<()> {
-    let length = u32::try_from(bytes.len()).map_err(io::Error::other)?;
-    stream.write_u32_le(length).await?;
-    stream.write_all(bytes).await
-}
-
-/// Reads a frame of at most `limit` bytes.
-pub(super) async fn read_frame(
-    stream: &mut (impl AsyncRead + Unpin + Send),
-    limit: usize,
-) -> io::Result<Vec<u8>> {
-    let length = stream.read_u32_le().await? as usize;
-    if length > limit {
-        let message = format!("a frame of {length} bytes; at most {limit} are accepted");
-        return Err(io::Error::new(io::ErrorKind::InvalidData, message));
-    }
-    let mut bytes = vec![0; length];
-    stream.read_exact(&mut bytes).await?;
-    Ok(bytes)
 }
