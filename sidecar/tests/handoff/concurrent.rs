@@ -29,7 +29,7 @@ fn sglang() -> Plan {
 }
 
 /// Keeps the bodies that pass.
-fn keeping(bodies: Arc<Mutex<Vec<Value>>>) -> Hook {
+pub(crate) fn keeping(bodies: Arc<Mutex<Vec<Value>>>) -> Hook {
     Arc::new(move |_, body| {
         bodies.lock().push(body);
         Box::pin(async { Act::Pass })

@@ -14,7 +14,7 @@ use http_body_util::{BodyExt, Full};
 use hyper::body::{Body, Frame, Incoming};
 use hyper::header::{CONTENT_TYPE, HeaderValue};
 use hyper::service::service_fn;
-use hyper::{Request, Response};
+use hyper::{HeaderMap, Request, Response};
 use hyper_util::rt::TokioIo;
 use serde_json::Value;
 use tokio::net::{TcpListener, TcpStream};
@@ -55,7 +55,7 @@ pub(crate) fn first(act: Act) -> Hook {
     })
 }
 
-/// A listener in front of an engine.
+/// A listener in front of an engine, or of one for each rank.
 #[derive(Debug)]
 pub(crate) struct Gate {
     pub(crate) address: SocketAddr,
@@ -64,16 +64,19 @@ pub(crate) struct Gate {
 }
 
 impl Gate {
-    pub(crate) async fn start(engine: SocketAddr, hook: Hook) -> Self {
+    /// Begins to listen; requests go to the engine of the rank that they name.
+    pub(crate) async fn start(engines: Vec<SocketAddr>, hook: Hook) -> Self {
+        let engines: Arc<[SocketAddr]> = engines.into();
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
         let requests = Arc::new(AtomicUsize::new(0));
         let count = requests.clone();
         let listening = tokio::spawn(async move {
             while let Ok((stream, _)) = listener.accept().await {
-                let (hook, count) = (hook.clone(), count.clone());
-                let service =
-                    service_fn(move |request| handle(request, engine, hook.clone(), count.clone()));
+                let (engines, hook, count) = (engines.clone(), hook.clone(), count.clone());
+                let service = service_fn(move |request| {
+                    handle(request, engines.clone(), hook.clone(), count.clone())
+                });
                 let builder = hyper::server::conn::http1::Builder::new();
                 tokio::spawn(builder.serve_connection(TokioIo::new(stream), service));
             }
@@ -113,14 +116,19 @@ impl std::error::Error for Cut {}
 
 async fn handle(
     request: Request<Incoming>,
-    engine: SocketAddr,
+    engines: Arc<[SocketAddr]>,
     hook: Hook,
     count: Arc<AtomicUsize>,
 ) -> Result<Response<AnyBody>, Cut> {
-    let (parts, body) = request.into_parts();
+    let (mut parts, body) = request.into_parts();
     let body = body.collect().await.map_err(|_| Cut)?.to_bytes();
     let number = count.fetch_add(1, Ordering::SeqCst);
-    let act = hook(number, serde_json::from_slice(&body).unwrap_or(Value::Null)).await;
+    let read = serde_json::from_slice(&body).unwrap_or(Value::Null);
+    let engine = match *engines {
+        [engine] => engine,
+        _ => engines[take_rank(&mut parts.headers, &read)],
+    };
+    let act = hook(number, read).await;
     let pieces = match act {
         Act::Pass => usize::MAX,
         Act::CutAfter(pieces) => pieces,
@@ -153,6 +161,14 @@ async fn handle(
         }
         .boxed_unsync()
     }))
+}
+
+/// Returns the rank that a request names in vLLM's header, which each engine takes for its own, or in SGLang's field.
+fn take_rank(headers: &mut HeaderMap, body: &Value) -> usize {
+    let named = headers.remove("x-data-parallel-rank");
+    let named = named.map(|value| value.to_str().unwrap().parse().unwrap());
+    let field = || body["routed_dp_rank"].as_u64().unwrap_or(0);
+    usize::try_from(named.unwrap_or_else(field)).unwrap()
 }
 
 fn answer(text: &'static str) -> Response<AnyBody> {

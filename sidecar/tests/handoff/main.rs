@@ -9,6 +9,8 @@ mod concurrent;
 mod faults;
 mod gate;
 mod independence;
+mod links;
+mod ranks;
 mod serve;
 mod served;
 mod table;

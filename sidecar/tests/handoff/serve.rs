@@ -267,7 +267,13 @@ async fn speeds_are_learned_from_streams_that_one_worker_serves() {
         assert_eq!(known["worker"]["worker"], "d", "{report}");
         assert_eq!(known["measurements"], number);
         // The engine computes 22,646 tokens a second. A machine that stalls spoils a measurement; those after it mend it.
-        let speed = known["tokens_per_second"].as_f64().unwrap();
+        let speed = known["tokens_per_second"].as_f64();
+        assert_eq!(
+            speed.is_some(),
+            number > 2,
+            "short ones tell none: {report}"
+        );
+        let speed = speed.unwrap_or(0.0);
         if number >= 4 && (5_000.0..60_000.0).contains(&speed) {
             break;
         }
@@ -285,6 +291,27 @@ async fn speeds_are_learned_from_streams_that_one_worker_serves() {
         "a worker that is gone is still known: {}",
         served.report().await
     );
+}
+
+#[tokio::test]
+async fn nothing_is_split_before_a_speed_is_known() {
+    let unknown = DEAR_GAPS.replace("assumed_prefill_tokens_per_second: 1000,", "");
+    let served = serve(&unknown).await;
+    let stream = served.stream().await;
+    for number in 1..5 {
+        let (status, text) = served.ask(&completion(1_000 * number, true)).await;
+        assert_eq!((status, served.splits().await), (200, 0), "{text}");
+    }
+    let decisions: Value = serde_json::from_str(&served.admin("/v1/decisions").await).unwrap();
+    let handoff = &decisions["decisions"][0]["handoff"];
+    assert_eq!(handoff["not_split"], "speed_not_known", "{decisions}");
+    let mut long = completion(0, true);
+    long["prompt"] = json!((50_000..51_500).collect::<Vec<u32>>());
+    assert_eq!(served.ask(&long).await.0, 200);
+    assert_eq!(served.splits().await, 0);
+    assert_eq!(served.ask(&completion(9_000, true)).await.0, 200);
+    assert_eq!(served.splits().await, 1, "{}", served.report().await);
+    drop(stream);
 }
 
 #[tokio::test]
@@ -448,6 +475,7 @@ async fn a_decision_says_what_its_plan_chose_and_why() {
     let all = decisions["decisions"].as_array().unwrap();
     for decision in &all[..2] {
         assert_eq!(decision["handoff"]["route"], "pair", "{decision}");
+        assert_eq!(decision["handoff"]["link_speed_from"], "seed", "{decision}");
         let why = decision["handoff"]["decided_by"].as_str().unwrap();
         assert!(["itl", "both"].contains(&why), "{decision}");
     }

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 use http_body_util::BodyExt;
 use hyper::{HeaderMap, Response, StatusCode};
-use kvlane::handoff::{HandoffConfig, HandoffPlanner, PrefillWork};
+use kvlane::handoff::{HandoffConfig, HandoffPlanner, PrefillWork, TransferGuard};
 use kvlane::{BlockSize, Prompt, Role, Router, RouterConfig, SaltContext, SelectRequest};
 use kvlane_sidecar::config::{Config, WorkerConfig};
 use kvlane_sidecar::engine::{
@@ -40,6 +40,9 @@ pub(crate) struct Plan {
     pub(crate) may_fall_back: Option<bool>,
     /// How both engines, and the driver, hand over.
     pub(crate) connector: Connector,
+    /// Which rank of how many each engine is; a third engine stands for all others.
+    pub(crate) prefill_rank: (u32, u32),
+    pub(crate) decode_rank: (u32, u32),
 }
 
 /// For how long the prefill engine holds what nobody fetches: no stall of a busy machine ends it. Checks end it themselves.
@@ -57,6 +60,8 @@ impl Default for Plan {
             believed: LEASE,
             may_fall_back: None,
             connector: Connector::Nixl,
+            prefill_rank: (0, 1),
+            decode_rank: (0, 1),
         }
     }
 }
@@ -77,6 +82,8 @@ pub(crate) struct World {
     /// As it was started, on fixed ports, to be started again.
     prefill_config: EngineConfig,
     pub(crate) decode: EngineHandle,
+    /// It is every other rank.
+    pub(crate) other: Option<EngineHandle>,
     pub(crate) prefill_gate: Gate,
     pub(crate) decode_gate: Gate,
     router: Arc<Router>,
@@ -84,6 +91,9 @@ pub(crate) struct World {
     pub(crate) driver: Driver,
     pub(crate) metrics: HandoffMetrics,
     pub(crate) planner: Arc<HandoffPlanner>,
+    /// That of the next request's plan.
+    pub(crate) transfer: Mutex<Option<TransferGuard>>,
+    ranks: [(&'static str, u32); 2],
     believed: Duration,
     may_fall_back: bool,
     connector: Connector,
@@ -125,18 +135,32 @@ impl World {
             _ => None,
         };
         let decode = Engine::start(plan.decode).await.unwrap();
-        let prefill_gate = Gate::start(prefill.address(), plan.prefill_hook).await;
-        let decode_gate = Gate::start(decode.address(), plan.decode_hook).await;
+        let mut other = None;
+        if plan.prefill_rank.1.max(plan.decode_rank.1) > 1 {
+            other = Some(Engine::start(engine(Role::Both)).await.unwrap());
+        }
+        let behind = |own: SocketAddr, (rank, ranks): (u32, u32)| {
+            let address = |at| match &other {
+                Some(other) if at != rank => other.address(),
+                _ => own,
+            };
+            (0..ranks).map(address).collect()
+        };
+        let behind_p = behind(prefill.address(), plan.prefill_rank);
+        let prefill_gate = Gate::start(behind_p, plan.prefill_hook).await;
+        let behind_d = behind(decode.address(), plan.decode_rank);
+        let decode_gate = Gate::start(behind_d, plan.decode_hook).await;
         let router = Arc::new(Router::new(RouterConfig::default()).unwrap());
         let settings = Arc::new(Config::default());
         let metrics = Arc::new(Metrics::new());
         let fleet = Fleet::new(settings, router.clone(), metrics.clone());
-        for (id, role, gate) in [
-            ("p", Role::Prefill, &prefill_gate),
-            ("d", Role::Decode, &decode_gate),
+        for (id, role, gate, (_, ranks)) in [
+            ("p", Role::Prefill, &prefill_gate, plan.prefill_rank),
+            ("d", Role::Decode, &decode_gate, plan.decode_rank),
         ] {
             let mut config = WorkerConfig::new(id, &format!("http://{}", gate.address)).unwrap();
             config.role = role;
+            config.dp_ranks = ranks;
             fleet.add(config, Instant::now()).unwrap();
         }
         let planner = Arc::new(HandoffPlanner::new(HandoffConfig::default()).unwrap());
@@ -145,6 +169,7 @@ impl World {
             prefill: Mutex::new(Some(prefill)),
             prefill_config,
             decode,
+            other,
             prefill_gate,
             decode_gate,
             router,
@@ -152,6 +177,8 @@ impl World {
             driver: Driver::new(limits, metrics.handoff.clone(), Some(planner.clone())),
             metrics: metrics.handoff.clone(),
             planner,
+            transfer: Mutex::default(),
+            ranks: [("p", plan.prefill_rank.0), ("d", plan.decode_rank.0)],
             connector: plan.connector,
             bootstrap_port: bootstrap.map_or(0, |address| address.port()),
             prefill_engine,
@@ -194,9 +221,10 @@ impl World {
     fn side(&self, id: &str) -> Side {
         let prompt = booked_prompt();
         let request = SelectRequest::new(&prompt);
+        let rank = self.ranks.iter().find(|(name, _)| *name == id).unwrap().1;
         let guard = self
             .router
-            .book(id, None, &request, Instant::now())
+            .book(id, Some(rank), &request, Instant::now())
             .unwrap();
         Side::new(self.fleet.members().find(id).unwrap().clone(), guard)
     }
@@ -222,7 +250,7 @@ impl World {
                 prefill_engine: self.prefill_engine.clone(),
                 peer: None,
             },
-            transfer: None,
+            transfer: self.transfer.lock().take(),
             work: PrefillWork {
                 input_tokens: 64,
                 ..PrefillWork::default()
