@@ -167,6 +167,12 @@ export declare class Router {
   removeWorker(id: string): void
   /** Gives a worker nothing new; what it has goes on. */
   drainWorker(id: string): void
+  /** Takes back `drainWorker`: the worker is given requests again, and has kept its cache. */
+  undrainWorker(id: string): void
+  /** Changes what a worker does; it keeps its cache, and finishes what it has. */
+  setRole(id: string, role: Role): void
+  /** Replaces the labels that `workers` reports of a worker. */
+  setLabels(id: string, labels: Record<string, string>): void
   /** Lists the workers by id. */
   workers(): Array<WorkerInfo>
   /**

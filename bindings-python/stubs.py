@@ -62,7 +62,7 @@ RESULTS = {
 NOTHING = (
     "__exit__", "Lease.output_tokens", "Lease.prefill_done", "Lease.release", "Router.add_worker", "Router.clear",
     "Router.close", "Router.drain_worker", "Router.record", "Router.remove_worker", "Router.report_load",
-    "Router.set_available", "Router.set_kv_capacity",
+    "Router.set_available", "Router.set_kv_capacity", "Router.set_labels", "Router.set_role", "Router.undrain_worker",
 )  # fmt: skip
 
 # Types of properties, by class where the name alone does not tell.

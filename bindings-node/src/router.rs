@@ -230,6 +230,39 @@ impl Router {
         self.open()?.drain_worker(&id).map_err(to_js)
     }
 
+    /// Takes back `drainWorker`: the worker is given requests again, and has kept its cache.
+    #[napi]
+    pub fn undrain_worker(&self, #[napi(ts_arg_type = "string")] id: Text<'_>) -> Result<()> {
+        let id: String = need(id, "id")?;
+        self.open()?.undrain_worker(&id).map_err(to_js)
+    }
+
+    /// Changes what a worker does; it keeps its cache, and finishes what it has.
+    #[napi]
+    pub fn set_role(
+        &self,
+        #[napi(ts_arg_type = "string")] id: Text<'_>,
+        #[napi(ts_arg_type = "Role")] role: Text<'_>,
+    ) -> Result<()> {
+        let id: String = need(id, "id")?;
+        let name: String = need(role, "role")?;
+        let router = self.open()?;
+        router.set_role(&id, self::role(&name)?).map_err(to_js)
+    }
+
+    /// Replaces the labels that `workers` reports of a worker.
+    #[napi]
+    pub fn set_labels(
+        &self,
+        #[napi(ts_arg_type = "string")] id: Text<'_>,
+        #[napi(ts_arg_type = "Record<string, string>")] labels: Options<'_>,
+    ) -> Result<()> {
+        let id: String = need(id, "id")?;
+        let labels: HashMap<String, String> = need(labels, "labels")?;
+        let labels = labels.into_iter().collect();
+        self.open()?.set_labels(&id, labels).map_err(to_js)
+    }
+
     /// Lists the workers by id.
     #[napi]
     pub fn workers(&self, env: &Env) -> Result<Vec<WorkerInfo>> {

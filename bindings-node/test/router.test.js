@@ -105,6 +105,22 @@ test('nothing is selected when no worker is eligible', () => {
   assert.deepEqual(kv.workers().map(({ id, draining }) => [id, draining]), [['w1', true]])
 })
 
+test('a worker is changed without a new life', () => {
+  const { router: kv } = router()
+  kv.ingest('w1', stored([11, 12], 0), { seq: 0 })
+  kv.drainWorker('w1')
+  assert.equal(kv.select(TOKENS, { allowed: ['w1'] }), null)
+  kv.undrainWorker('w1')
+  kv.setRole('w1', 'prefill')
+  assert.equal(kv.select(TOKENS, { allowed: ['w1'], role: 'decode' }), null)
+  kv.setLabels('w1', { zone: 'b' })
+  const [changed] = kv.workers()
+  assert.deepEqual([changed.id, changed.draining, changed.role, changed.labels], ['w1', false, 'prefill', { zone: 'b' }])
+  assert.equal(kv.select(TOKENS, { allowed: ['w1'], role: 'prefill' }).overlapBlocks, 2)
+  kv.setLabels('w1', {})
+  assert.deepEqual(kv.workers()[0].labels, {})
+})
+
 test('roles and ranks filter', () => {
   const { router: kv } = router()
   kv.addWorker('p', { role: 'prefill', dpRanks: 3 })

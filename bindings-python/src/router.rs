@@ -136,6 +136,23 @@ impl Router {
         self.0.open()?.drain_worker(id).map_err(to_py)
     }
 
+    /// Takes back `drain_worker`: the worker is given requests again, and has kept its cache.
+    fn undrain_worker(&self, id: &str) -> PyResult<()> {
+        self.0.open()?.undrain_worker(id).map_err(to_py)
+    }
+
+    /// Changes what a worker does; it keeps its cache, and finishes what it has.
+    fn set_role(&self, id: &str, role: &str) -> PyResult<()> {
+        let router = self.0.open()?;
+        let role = role.parse().map_err(to_py)?;
+        router.set_role(id, role).map_err(to_py)
+    }
+
+    /// Replaces the labels that `workers` reports of a worker.
+    fn set_labels(&self, id: &str, labels: BTreeMap<String, String>) -> PyResult<()> {
+        self.0.open()?.set_labels(id, labels).map_err(to_py)
+    }
+
     /// Says whether a worker may be chosen, as far as its health is known.
     fn set_available(&self, id: &str, available: bool) -> PyResult<()> {
         self.0.open()?.set_available(id, available).map_err(to_py)

@@ -174,6 +174,26 @@ def test_a_lease_outlives_its_closed_router(router):
     lease.release()
 
 
+def test_a_worker_is_changed_without_a_new_life(router):
+    router.select(TOKENS, allowed=["w1"]).release()
+    router.drain_worker("w1")
+    assert router.select(TOKENS, allowed=["w1"]) is None
+    router.undrain_worker("w1")
+    router.set_role("w1", "prefill")
+    assert router.select(TOKENS, allowed=["w1"], role="decode") is None
+    router.set_labels(id="w1", labels={"zone": "b"})
+    changed = next(worker for worker in router.workers() if worker.id == "w1")
+    assert (changed.draining, changed.role, changed.labels) == (False, "prefill", {"zone": "b"})
+    assert router.select(TOKENS, allowed=["w1"], role="prefill").overlap_blocks > 0  # its cache is still believed
+    router.set_labels("w1", {})
+    with pytest.raises(kvlane.InvalidRequest, match="role"):
+        router.set_role("w1", "chef")
+    with pytest.raises(TypeError):
+        router.set_labels("w1", {"zone": 1})
+    changed = next(worker for worker in router.workers() if worker.id == "w1")
+    assert (changed.role, changed.labels) == ("prefill", {})
+
+
 def test_leases_and_routers_are_not_pickled(router):
     lease = router.select(TOKENS)
     for act in (pickle.dumps, copy.copy, copy.deepcopy):
@@ -192,6 +212,7 @@ def test_everything_after_close_is_closed(router):
         lambda: router.add_worker("w3"), lambda: router.remove_worker("w1"), lambda: router.drain_worker("w1"),
         lambda: router.clear("w1"), lambda: router.trust("w1"), lambda: router.report_load("w1"), router.wait_ready,
         router.ready_workers, lambda: router.set_available("w1", True), lambda: router.set_kv_capacity("w1", 1),
+        lambda: router.undrain_worker("w1"), lambda: router.set_role("w1", "both"), lambda: router.set_labels("w1", {}),
     ]  # fmt: skip
     for call in calls:
         with pytest.raises(kvlane.Closed) as caught:

@@ -27,6 +27,10 @@ async def start(router: kvlane.Router) -> bool:
 def main() -> None:
     with kvlane.Router({"index": "approximate"}, seed=7) as router:
         router.add_worker("w1", labels={"zone": "a"}, role="both")
+        router.drain_worker("w1")
+        router.undrain_worker("w1")
+        router.set_role("w1", "both")
+        router.set_labels("w1", {"zone": "b"})
         worker = place(router, array("I", range(64)))
         assert worker == "w1"
         overlaps: dict[tuple[str, int], kvlane.Overlap] = router.overlap(list(range(64)))

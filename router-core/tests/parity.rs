@@ -105,6 +105,17 @@ impl Play {
                 .map_err(failure)?,
             "remove_worker" => router.remove_worker(with.text("id")).map_err(failure)?,
             "drain_worker" => router.drain_worker(with.text("id")).map_err(failure)?,
+            "undrain_worker" => router.undrain_worker(with.text("id")).map_err(failure)?,
+            "set_role" => {
+                let role = with.role()?.unwrap();
+                router.set_role(with.text("id"), role).map_err(failure)?;
+            }
+            "set_labels" => {
+                let labels = serde_json::from_value(with.0["labels"].clone()).unwrap();
+                router
+                    .set_labels(with.text("id"), labels)
+                    .map_err(failure)?;
+            }
             "clear" => router.clear(with.text("worker"), rank).map_err(failure)?,
             "record" => {
                 let ttl = with.seconds("ttl")?;

@@ -49,6 +49,12 @@ try {
 
 // @ts-expect-error an unknown key
 router.select([1], { lorra: 'a' })
+router.undrainWorker('w1')
+router.setRole('w1', 'decode')
+router.setLabels('w1', { zone: 'a' })
+
+// @ts-expect-error a wrong role
+router.setRole('w1', 'both-ways')
 // @ts-expect-error a wrong role
 router.addWorker('w4', { role: 'both-ways' })
 // @ts-expect-error floats are no tokens

@@ -328,10 +328,16 @@ class Router:
         """Says whether a worker may be chosen, as far as its health is known."""
     def set_kv_capacity(self, id: str, blocks: int | None) -> None:
         """Sets the KV capacity of one rank in blocks of the router's block size; None is unknown."""
+    def set_labels(self, id: str, labels: Mapping[str, str]) -> None:
+        """Replaces the labels that `workers` reports of a worker."""
+    def set_role(self, id: str, role: _Role) -> None:
+        """Changes what a worker does; it keeps its cache, and finishes what it has."""
     def stats(self) -> dict[str, Any]:
         """Returns sizes and counts, with those of the followed event streams under `subscriptions`."""
     def trust(self, worker: str, dp_rank: int = 0) -> Trust:
         """Returns how far the events of one rank are believed."""
+    def undrain_worker(self, id: str) -> None:
+        """Takes back `drain_worker`: the worker is given requests again, and has kept its cache."""
     def wait_ready(self, timeout: float | None = None, workers: int = 1) -> bool:
         """Waits until `workers` of them are ready, and returns whether they are; at most `timeout` seconds. Other threads run
         meanwhile, and an interrupt ends it. For asyncio see `kvlane.aio.wait_ready`.
