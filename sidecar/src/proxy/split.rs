@@ -22,7 +22,8 @@ use crate::fleet::{Fleet, Members};
 use crate::forward::add_debug;
 use crate::handoff::{
     Disturbing, DriveLimits, DriveRequest, Driver, HandoffMetrics, Known, Pair, PairTerms, Pairing,
-    PairingRules, Peers, Side, StreamGaps, check_ends, check_splittable, noticeable,
+    PairingRules, Peers, Side, StreamGaps, Unsplittable, check_ends, check_parts, check_splittable,
+    noticeable,
 };
 use crate::request::{Mode, Reading};
 
@@ -181,23 +182,24 @@ impl Splitter {
             return None;
         }
         let chosen = self.choose(proxy, &members, (head, reading), summary)?;
-        let body = read_body(proxy, head, reading).await?;
-        let splittable = check_splittable(head.endpoint, &body).and_then(|()| {
+        let checked = read_body(proxy, head, reading).await.and_then(|body| {
+            check_splittable(head.endpoint, &body)?;
             // Where nobody serves it whole, either leg refuses it.
             if chosen.terms.may_fall_back {
-                check_ends(&body, room(&members, &chosen.decode, reading))
-            } else {
-                Ok(())
+                check_ends(&body, room(&members, &chosen.decode, reading))?;
             }
+            Ok(body)
         });
-        if let Err(reason) = splittable {
-            debug!(request_id = head.request_id, %reason, "request is not split");
-            *summary = Some(Arc::new(
-                json!({"route": "single", "unsplittable": reason.to_string()}),
-            ));
-            return None;
+        match checked {
+            Ok(body) => self.book(proxy, &members, (head, reading), chosen, body),
+            Err(reason) => {
+                debug!(request_id = head.request_id, %reason, "request is not split");
+                *summary = Some(Arc::new(
+                    json!({"route": "single", "unsplittable": reason.to_string()}),
+                ));
+                None
+            }
         }
-        self.book(proxy, &members, (head, reading), chosen, body)
     }
 
     /// Returns what can be learned from a request that goes to one worker now; nothing where its tokens are a guess.
@@ -515,13 +517,18 @@ fn room(members: &Members, decode: &WorkerRank, reading: &Reading) -> Option<u64
 }
 
 /// Parses the body, on another thread when it is much work.
-async fn read_body(proxy: &Proxy, head: &Head, reading: &Reading) -> Option<Value> {
+async fn read_body(proxy: &Proxy, head: &Head, reading: &Reading) -> Result<Value, Unsplittable> {
     let body = reading.body.clone();
-    if !proxy.reader.is_heavy(head.endpoint, body.len()) {
-        return serde_json::from_slice(&body).ok();
+    let is_heavy = proxy.reader.is_heavy(head.endpoint, body.len());
+    let parse = move || {
+        check_parts(&body)?;
+        serde_json::from_slice(&body).map_err(|_| Unsplittable::Body)
+    };
+    if !is_heavy {
+        return parse();
     }
-    let parsing = tokio::task::spawn_blocking(move || serde_json::from_slice(&body).ok());
-    parsing.await.ok().flatten()
+    let parsing = tokio::task::spawn_blocking(parse);
+    parsing.await.unwrap_or(Err(Unsplittable::Body))
 }
 
 #[cfg(test)]
