@@ -7,6 +7,7 @@
 mod fields;
 mod guard;
 mod messages;
+mod parts;
 mod salt;
 
 use std::borrow::Cow;
@@ -26,6 +27,7 @@ use crate::metrics::Metrics;
 use crate::tokenize::TokenizeError;
 use fields::Fields;
 pub(crate) use guard::is_handoff;
+pub(crate) use parts::has_few_parts;
 
 /// The APIs whose prompts are understood.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -390,10 +392,7 @@ impl Reader {
         if let Some(tokenizer) = &self.tokenizer
             && !messages::have_media(raw)
         {
-            let encoded = serde_json::from_slice::<Value>(body)
-                .map_err(|error| TokenizeError::Invalid(error.to_string()))
-                .and_then(|body| tokenizer.encode_chat(&body));
-            match encoded {
+            match encode_chat(tokenizer.as_ref(), body) {
                 Ok(tokens) => return Some(self.one_list(&tokens, salt)),
                 Err(why) => {
                     self.not_tokenized("chat could not be rendered as the engine does", &why)
@@ -460,6 +459,17 @@ impl Found {
             audited: true,
         }
     }
+}
+
+fn encode_chat(tokenizer: &dyn Tokenize, body: &[u8]) -> Result<Vec<u32>, TokenizeError> {
+    if !has_few_parts(body) {
+        return Err(TokenizeError::Unsupported(
+            "a body of so many parts".to_owned(),
+        ));
+    }
+    let body = serde_json::from_slice::<Value>(body)
+        .map_err(|error| TokenizeError::Invalid(error.to_string()))?;
+    tokenizer.encode_chat(&body)
 }
 
 /// Returns a JSON string's text, without copying when it has no escapes.

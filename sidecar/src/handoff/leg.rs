@@ -3,7 +3,6 @@
 use std::fmt;
 
 use kvlane::{Error, ErrorKind};
-use memchr::{memchr_iter, memchr3_iter};
 use serde_json::{Map, Value, json};
 
 use crate::request::{Endpoint, is_handoff};
@@ -134,24 +133,6 @@ pub fn check_splittable(endpoint: Endpoint, body: &Value) -> Result<(), Unsplitt
     }
     Ok(())
 }
-
-/// Tells whether a body may be taken apart, which takes many times the memory of its text: two bytes of it can become a value
-/// of 32, and an entry of an object of some hundred, each of them twice while a leg is written.
-///
-/// # Errors
-/// [`Unsplittable::Parts`].
-pub fn check_parts(body: &[u8]) -> Result<(), Unsplittable> {
-    // Commas within texts count too: there are few.
-    let values = memchr3_iter(b',', b'[', b'{', body).take(MAX_PARTS + 1);
-    let names = memchr_iter(b':', body).take(MAX_PARTS + 1);
-    let parts = values.count() + names.count() * 2;
-    (parts <= MAX_PARTS)
-        .then_some(())
-        .ok_or(Unsplittable::Parts)
-}
-
-/// A prompt of a million token ids, and what else is in a body.
-const MAX_PARTS: usize = 1_100_000;
 
 /// Tells whether an engine will take what a prefill leg leaves out of a request; `room` is how many tokens of output its
 /// context has room for, where that is known.
@@ -494,18 +475,6 @@ mod tests {
         }
         let tokens = json!({"prompt": [1, 2, 3]});
         assert_eq!(check_splittable(Endpoint::Completions, &tokens), Ok(()));
-    }
-
-    #[test]
-    fn a_body_of_too_many_parts_is_told_before_it_is_taken_apart() {
-        let with = |part: &str, count: usize| format!("{{\"prompt\":[{}]}}", part.repeat(count));
-        assert_eq!(check_parts(with("151642,", 1_000_000).as_bytes()), Ok(()));
-        let text = "A sentence, and one more: so texts are. ";
-        assert_eq!(check_parts(with(text, 200_000).as_bytes()), Ok(()));
-        for (part, count) in [("1,", 1_200_000), ("[],", 600_000), ("{\"a\":1},", 300_000)] {
-            let body = with(part, count);
-            assert_eq!(check_parts(body.as_bytes()), Err(Unsplittable::Parts));
-        }
     }
 
     #[test]

@@ -26,9 +26,7 @@ pub use answer::{AnswerCorrector, correct_answer, prefill_cached_tokens};
 pub use connector::{Connector, ProtocolChoice};
 pub use drive::{DriveLimits, DriveRequest, Driver, HandoffMetrics, Pair, Side};
 pub use gaps::{Disturbing, Gaps, RankGaps, StreamGaps, noticeable};
-pub use leg::{
-    Leg, LegContext, Unsplittable, check_ends, check_parts, check_splittable, local_body, strip,
-};
+pub use leg::{Leg, LegContext, Unsplittable, check_ends, check_splittable, local_body, strip};
 pub use links::{DEFAULT_LINK, LinkSettings, Links};
 pub use mooncake::Mooncake;
 pub use nixl::Nixl;

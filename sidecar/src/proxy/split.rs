@@ -22,10 +22,9 @@ use crate::fleet::{Fleet, Members};
 use crate::forward::add_debug;
 use crate::handoff::{
     Disturbing, DriveLimits, DriveRequest, Driver, HandoffMetrics, Known, Pair, PairTerms, Pairing,
-    PairingRules, Peers, Side, StreamGaps, Unsplittable, check_ends, check_parts, check_splittable,
-    noticeable,
+    PairingRules, Peers, Side, StreamGaps, Unsplittable, check_ends, check_splittable, noticeable,
 };
-use crate::request::{Mode, Reading};
+use crate::request::{Mode, Reading, has_few_parts};
 
 /// Plans and drives handoffs.
 #[derive(Debug)]
@@ -521,7 +520,9 @@ async fn read_body(proxy: &Proxy, head: &Head, reading: &Reading) -> Result<Valu
     let body = reading.body.clone();
     let is_heavy = proxy.reader.is_heavy(head.endpoint, body.len());
     let parse = move || {
-        check_parts(&body)?;
+        if !has_few_parts(&body) {
+            return Err(Unsplittable::Parts);
+        }
         serde_json::from_slice(&body).map_err(|_| Unsplittable::Body)
     };
     if !is_heavy {

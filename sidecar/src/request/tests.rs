@@ -359,7 +359,12 @@ fn an_odd_request_is_not_the_tokenizers_failure() {
         Some(tokenizer),
         Arc::new(Metrics::new()),
     );
-    for field in [r#""tools":"x""#, r#""chat_template":"{{ x }}""#] {
+    let many = format!(r#""x":[{}1]"#, "1,".repeat(1_200_000));
+    for field in [
+        r#""tools":"x""#,
+        r#""chat_template":"{{ x }}""#,
+        many.as_str(),
+    ] {
         let body = format!(
             r#"{{"messages":[{{"role":"user","content":"{}"}}],{field}}}"#,
             words(60)
