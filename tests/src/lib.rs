@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use serde_json::Value;
 
 /// Longest wait for anything: generous, since the tests share two cores with each other.
-pub const DEADLINE: Duration = Duration::from_secs(30);
+pub const DEADLINE: Duration = Duration::from_secs(60);
 
 /// A running `kvlane` process, killed when dropped.
 #[derive(Debug)]

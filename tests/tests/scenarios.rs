@@ -113,8 +113,11 @@ fn serve_workers(workers: &[String; 2], extra: &[&str]) -> (Process, u16, u16) {
 }
 
 fn ready(admin: u16) {
-    eventually("the proxy is ready", || {
-        request(admin, "GET", "/readyz", "").filter(|answer| answer.status == 200)
+    eventually("both workers are ready", || {
+        let listed = request(admin, "GET", "/v1/workers", "")?.json();
+        let is_ready = |worker: &Value| worker["state"] == "ready";
+        let workers = listed["workers"].as_array()?;
+        workers.iter().all(is_ready).then_some(())
     });
 }
 

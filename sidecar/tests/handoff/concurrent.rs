@@ -9,6 +9,7 @@ use kvlane_sidecar::engine::EngineConfig;
 use kvlane_sidecar::handoff::Connector;
 use parking_lot::Mutex;
 use serde_json::Value;
+use tokio::sync::Notify;
 
 use crate::eventually;
 use crate::gate::{Act, Hook, always};
@@ -177,9 +178,10 @@ async fn a_client_that_leaves_closes_both_legs() {
 
 #[tokio::test]
 async fn a_decode_that_streams_needs_its_prefill_no_more() {
-    // The prefill leg's answer breaks off when its cache is taken, and the stream is slow.
+    // The prefill leg's answer breaks off when its cache is taken and the stream has begun, which is slow.
+    let has_begun = Arc::new(Notify::new());
     let world = World::start(Plan {
-        prefill_hook: always(Act::CutAfter(0)),
+        prefill_hook: always(Act::CutOn(Arc::clone(&has_begun))),
         decode: EngineConfig {
             speed: 1.0,
             decode_ms: 50.0,
@@ -194,6 +196,7 @@ async fn a_decode_that_streams_needs_its_prefill_no_more() {
         .into_body();
     let mut text = Vec::new();
     while let Some(frame) = body.frame().await {
+        has_begun.notify_one();
         text.extend_from_slice(&frame.unwrap().into_data().unwrap());
     }
     assert!(text.ends_with(b"data: [DONE]\n\n"));

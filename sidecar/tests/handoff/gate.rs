@@ -18,6 +18,7 @@ use hyper::{HeaderMap, Request, Response};
 use hyper_util::rt::TokioIo;
 use serde_json::Value;
 use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::Notify;
 use tokio::task::AbortHandle;
 
 /// What becomes of a request.
@@ -32,6 +33,8 @@ pub(crate) enum Act {
     Cut,
     /// It ends after so many pieces of the answer.
     CutAfter(usize),
+    /// It ends before the first piece of the answer, when it is told to.
+    CutOn(Arc<Notify>),
     /// No answer ever comes.
     Hang,
 }
@@ -129,9 +132,10 @@ async fn handle(
         _ => engines[take_rank(&mut parts.headers, &read)],
     };
     let act = hook(number, read).await;
-    let pieces = match act {
-        Act::Pass => usize::MAX,
-        Act::CutAfter(pieces) => pieces,
+    let (pieces, told) = match act {
+        Act::Pass => (usize::MAX, None),
+        Act::CutAfter(pieces) => (pieces, None),
+        Act::CutOn(told) => (0, Some(told)),
         Act::Cut => return Err(Cut),
         Act::Hang => std::future::pending().await,
         Act::Status(status, text) => {
@@ -157,7 +161,13 @@ async fn handle(
         Cutting {
             incoming,
             left: pieces,
-            flushed: Box::pin(tokio::time::sleep(Duration::from_millis(20))),
+            cut: Box::pin(async move {
+                match told {
+                    Some(told) => told.notified().await,
+                    // What was sent before the cut has left by then.
+                    None => tokio::time::sleep(Duration::from_millis(20)).await,
+                }
+            }),
         }
         .boxed_unsync()
     }))
@@ -180,8 +190,8 @@ fn answer(text: &'static str) -> Response<AnyBody> {
 struct Cutting {
     incoming: Incoming,
     left: usize,
-    /// What was sent before the cut has left by then.
-    flushed: Pin<Box<tokio::time::Sleep>>,
+    /// When the connection ends, if nothing is left.
+    cut: Pin<Box<dyn Future<Output = ()> + Send>>,
 }
 
 impl Body for Cutting {
@@ -193,7 +203,7 @@ impl Body for Cutting {
         cx: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, Cut>>> {
         if self.left == 0 {
-            return self.flushed.as_mut().poll(cx).map(|()| Some(Err(Cut)));
+            return self.cut.as_mut().poll(cx).map(|()| Some(Err(Cut)));
         }
         let polled = Pin::new(&mut self.incoming).poll_frame(cx);
         if polled.is_ready() {

@@ -15,6 +15,7 @@ use serde_json::Value;
 pub(crate) struct Running {
     child: Child,
     said: Arc<Mutex<String>>,
+    readers: Vec<std::thread::JoinHandle<()>>,
 }
 
 impl Running {
@@ -33,7 +34,7 @@ impl Running {
             Box::new(child.stderr.take().unwrap()),
             Box::new(child.stdout.take().unwrap()),
         ];
-        for stream in streams {
+        let readers = streams.map(|stream| {
             let said = Arc::clone(&said);
             std::thread::spawn(move || {
                 for line in BufReader::new(stream).lines().map_while(Result::ok) {
@@ -41,9 +42,13 @@ impl Running {
                     said.push_str(&line);
                     said.push('\n');
                 }
-            });
+            })
+        });
+        Self {
+            child,
+            said,
+            readers: readers.into(),
         }
-        Self { child, said }
     }
 
     pub(crate) fn said(&self) -> String {
@@ -58,7 +63,7 @@ impl Running {
             let end = rest.find(['"', ' ', '\n'])?;
             Some(rest[..end].to_owned())
         };
-        let deadline = Instant::now() + Duration::from_secs(30);
+        let deadline = Instant::now() + Duration::from_secs(60);
         loop {
             if let Some(found) = find() {
                 return found;
@@ -75,11 +80,14 @@ impl Running {
         self.wait()
     }
 
-    /// Waits for its end; returns its exit code, none when a signal ended it.
+    /// Waits for its end and for all that it said; returns its exit code, none when a signal ended it.
     pub(crate) fn wait(&mut self) -> Option<i32> {
-        let deadline = Instant::now() + Duration::from_secs(30);
+        let deadline = Instant::now() + Duration::from_secs(60);
         loop {
             if let Some(status) = self.child.try_wait().unwrap() {
+                for reader in self.readers.drain(..) {
+                    reader.join().unwrap();
+                }
                 return status.code();
             }
             assert!(

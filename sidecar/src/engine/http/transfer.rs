@@ -205,6 +205,12 @@ pub(super) fn metrics(service: &Service) -> String {
             stats.held as u64,
         ),
         (
+            "kvlane_engine_moving_prefills",
+            "gauge",
+            "Of those, being read by another engine.",
+            stats.moving as u64,
+        ),
+        (
             "kvlane_engine_handed_over_total",
             "counter",
             "Prefills that were ever held.",

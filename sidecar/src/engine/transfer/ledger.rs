@@ -19,6 +19,8 @@ use crate::engine::runner::Inbox;
 pub struct TransferStats {
     /// Prompts whose blocks are held now.
     pub held: usize,
+    /// Of those, being read by another engine now.
+    pub moving: usize,
     /// Prompts that were ever held.
     pub handed_over: u64,
     /// Of those, fetched by another engine.
@@ -174,8 +176,10 @@ impl Ledger {
     pub(in crate::engine) fn stats(&self) -> TransferStats {
         let state = self.state.lock();
         let held = |entry: &&Entry| !matches!(entry.stage, Stage::Computing);
+        let moves = |entry: &&Entry| matches!(entry.stage, Stage::Moving { .. });
         TransferStats {
             held: state.entries.values().filter(held).count(),
+            moving: state.entries.values().filter(moves).count(),
             ..state.stats
         }
     }
@@ -477,7 +481,7 @@ mod tests {
         let id = ledger.engine_id().to_owned();
         let broken = ledger.begin_move(&id, &name, digest).unwrap();
         ledger.give_up(&name);
-        assert_eq!(ledger.stats().held, 1, "it still moves");
+        assert_eq!((ledger.stats().held, ledger.stats().moving), (1, 1));
         drop(broken);
         assert_eq!((ledger.stats().held, ledger.stats().expired), (0, 0));
         let later = ledger.begin_move(&id, &name, digest);

@@ -116,10 +116,17 @@ impl Gate {
 mod tests {
     use super::*;
 
-    async fn is_free(gate: &Gate, model: &str) -> Option<Turn> {
-        let entered =
-            tokio::time::timeout(Duration::from_millis(300), gate.enter(Some(model), || ()));
-        entered.await.ok().flatten()
+    async fn is_taken(gate: &Gate, model: &str) -> bool {
+        let entering = gate.enter(Some(model), || ());
+        let entered = tokio::time::timeout(Duration::from_millis(300), entering);
+        entered.await.is_err()
+    }
+
+    /// Takes a turn; where a lock was just given up a process that is about to start may have it for a moment.
+    async fn turn(gate: &Gate, model: &str) -> Turn {
+        let entering = gate.enter(Some(model), || ());
+        let entered = tokio::time::timeout(Duration::from_secs(30), entering);
+        entered.await.unwrap().unwrap()
     }
 
     #[tokio::test]
@@ -127,12 +134,12 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let gate = Gate::new(Some(folder.path().to_owned()));
         let first = gate.enter(Some("m"), || ()).await.unwrap();
-        assert!(is_free(&gate, "m").await.is_none());
-        assert!(is_free(&gate, "other").await.is_some());
+        assert!(is_taken(&gate, "m").await);
+        turn(&gate, "other").await;
         assert!(gate.enter(None, || ()).await.is_none());
         // It failed: the next one tries.
         drop(first);
-        let second = is_free(&gate, "m").await.unwrap();
+        let second = turn(&gate, "m").await;
         let third = gate.enter(Some("m"), || ());
         gate.opened(Some("m"));
         drop(second);
@@ -146,9 +153,9 @@ mod tests {
     async fn another_sidecar_waits_too() {
         let folder = tempfile::tempdir().unwrap();
         let [one, two] = [(); 2].map(|()| Gate::new(Some(folder.path().to_owned())));
-        let turn = one.enter(Some("m"), || ()).await.unwrap();
-        assert!(is_free(&two, "m").await.is_none());
-        drop(turn);
-        assert!(is_free(&two, "m").await.is_some());
+        let first = one.enter(Some("m"), || ()).await.unwrap();
+        assert!(is_taken(&two, "m").await);
+        drop(first);
+        turn(&two, "m").await;
     }
 }

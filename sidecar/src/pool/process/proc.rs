@@ -218,6 +218,7 @@ fn read(pid: u32, file: &str) -> Option<String> {
 
 #[cfg(test)]
 mod tests {
+    use std::io::Read;
     use std::process::{Command, Stdio};
 
     use super::*;
@@ -295,11 +296,16 @@ mod tests {
     #[tokio::test]
     async fn what_does_not_end_politely_is_killed() {
         let mut child = Command::new("sh")
-            .args(["-c", "trap '' TERM; while :; do sleep 0.05; done"])
+            .args([
+                "-c",
+                "trap '' TERM; echo deaf; while :; do sleep 0.05; done",
+            ])
+            .stdout(Stdio::piped())
             .spawn()
             .unwrap();
         let root = child.id();
-        tokio::time::sleep(Duration::from_millis(100)).await;
+        let mut said = [0; 4];
+        child.stdout.take().unwrap().read_exact(&mut said).unwrap();
         let reaper = std::thread::spawn(move || child.wait());
         let select = move |all: &[Stat]| {
             all.iter()
