@@ -59,7 +59,8 @@ pub struct Side {
     dp_rank: u32,
     guard: Option<RequestGuard>,
     legs: Legs,
-    _in_flight: InFlight,
+    /// As long as it is booked: a worker that drains waits for no more.
+    in_flight: Option<InFlight>,
 }
 
 /// The legs of one worker.
@@ -77,7 +78,7 @@ impl Side {
     pub fn new(worker: Arc<Worker>, guard: RequestGuard) -> Self {
         Self {
             dp_rank: guard.dp_rank(),
-            _in_flight: worker.enter(),
+            in_flight: Some(worker.enter()),
             worker,
             guard: Some(guard),
             legs: Legs::default(),
@@ -129,6 +130,7 @@ impl Side {
     /// Ends the booking. Where nothing of the request reached the worker, it says nothing of the worker, and the note of where the
     /// prompt went is taken back.
     fn release(&mut self, outcome: &Outcome, now: Instant) {
+        self.in_flight = None;
         let Some(guard) = self.guard.take() else {
             return;
         };

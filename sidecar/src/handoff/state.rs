@@ -261,6 +261,14 @@ impl Handoff {
             || self.pinned_until.is_some()
     }
 
+    /// Tells whether the prefill worker works for the request, will, or holds a cache of it.
+    #[must_use]
+    pub const fn occupies_prefill(&self) -> bool {
+        !matches!(self.prefill, PrefillLeg::Over)
+            || self.held.is_some()
+            || self.pinned_until.is_some()
+    }
+
     /// Returns when to come back with [`Event::Tick`] if nothing else happens.
     #[must_use]
     pub fn next_deadline(&self) -> Option<Instant> {

@@ -5,6 +5,8 @@ use kvlane::Role;
 use kvlane_sidecar::engine::EngineConfig;
 use serde_json::{Value, json};
 
+use crate::eventually;
+use crate::gate::{Act, always};
 use crate::world::{Plan, World, engine};
 
 pub(crate) const COMPLETIONS: &str = "/v1/completions";
@@ -139,9 +141,8 @@ async fn what_a_client_sends_of_a_handoff_does_not_reach_an_engine() {
     assert_eq!(world.metrics.ended("split"), 1);
 }
 
-#[tokio::test]
-async fn streams_pass_as_they_come() {
-    // 200 tokens at 50 ms each: pieces must arrive before the end, which is not waited for.
+/// 200 tokens at 50 ms each: pieces must arrive before the end, which is not waited for.
+fn slow() -> (EngineConfig, Value) {
     let slow = EngineConfig {
         speed: 1.0,
         decode_ms: 50.0,
@@ -149,8 +150,34 @@ async fn streams_pass_as_they_come() {
     };
     let mut request = completion(1, true);
     request["max_tokens"] = json!(200);
+    (slow, request)
+}
+
+/// A worker that drains would wait for the end of streams that are no longer its own.
+#[tokio::test]
+async fn a_prefill_worker_is_free_while_the_stream_goes_on() {
+    for act in [Act::Pass, Act::Status(500, "{}"), Act::Status(200, "{}")] {
+        let (decode, request) = slow();
+        let world = World::start(Plan {
+            decode,
+            prefill_hook: always(act.clone()),
+            ..Plan::default()
+        })
+        .await;
+        let mut body = world.drive(COMPLETIONS, &request).await.into_body();
+        body.frame().await.unwrap().unwrap();
+        eventually("prefill worker is free", || world.occupied("p") == (0, 0)).await;
+        assert_eq!(world.occupied("d"), (1, 1), "{act:?}");
+        drop(body);
+        world.is_clean().await;
+    }
+}
+
+#[tokio::test]
+async fn streams_pass_as_they_come() {
+    let (decode, request) = slow();
     let world = World::start(Plan {
-        decode: slow,
+        decode,
         ..Plan::default()
     })
     .await;

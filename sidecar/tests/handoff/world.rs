@@ -218,6 +218,14 @@ impl World {
         of.unwrap().predicted_blocks
     }
 
+    /// Returns the requests that a worker has in flight, and those that are booked there.
+    pub(crate) fn occupied(&self, id: &str) -> (usize, usize) {
+        let workers = self.router.workers(Instant::now());
+        let booked = workers.iter().find(|worker| worker.id.as_str() == id);
+        let in_flight = self.fleet.members().find(id).unwrap().in_flight();
+        (in_flight, booked.unwrap().active_requests)
+    }
+
     fn side(&self, id: &str) -> Side {
         let prompt = booked_prompt();
         let request = SelectRequest::new(&prompt);

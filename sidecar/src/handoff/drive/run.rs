@@ -158,6 +158,9 @@ impl Run {
         if ended {
             self.finish_answer().await;
         }
+        if !handoff.occupies_prefill() {
+            self.release_prefill(self.fetched || self.prefill_answered.is_some());
+        }
         if handoff.outcome().is_some() {
             self.release_decode(handoff);
         }
