@@ -17,6 +17,7 @@ pub mod metrics;
 pub mod net;
 #[cfg(feature = "nixl")]
 pub mod nixl;
+mod open_files;
 pub mod plan;
 pub mod pool;
 pub mod proxy;

@@ -28,10 +28,12 @@ use crate::app::App;
 use crate::client_io::ClientIo;
 use crate::config::{Config, ConfigError, seconds};
 use crate::net::HostPort;
+use crate::open_files;
 use crate::pool::{rebalance, sources};
 use crate::proxy::ProxyBody;
 use crate::request::Tokenize;
 use crate::signals::Ending;
+use crate::sparing::warn_sparingly;
 use crate::tokenizer;
 
 /// A running sidecar. Dropping it stops it without waiting.
@@ -97,6 +99,7 @@ pub async fn run(args: ServeArgs) -> kvlane::Result<ExitCode> {
     let mut ending = Ending::watch()?;
     let started = async {
         let config = Config::from_args(&args).map_err(StartError::Config)?;
+        open_files::allow(config.max_connections);
         start(config).await
     };
     let started = tokio::select! {
@@ -291,7 +294,7 @@ where
             }
             Err(problem) => {
                 // Out of file descriptors, or a client that left in the queue: neither is a reason to stop.
-                warn!(cause = %problem, "a connection could not be accepted");
+                warn_sparingly!(cause = %problem, "a connection could not be accepted");
                 tokio::time::sleep(Duration::from_millis(50)).await;
             }
         }
