@@ -144,9 +144,10 @@ async fn events_replayed_into_a_model_equal_the_cache() {
             }
         }
     }
+    eventually("the blocks are free", || engine.stats().used_blocks == 0).await;
     let stats = engine.stats();
     assert_eq!(held.values().sum::<usize>(), stats.cached_blocks);
-    assert_eq!((stats.used_blocks, stats.finished_requests), (0, 200));
+    assert_eq!(stats.finished_requests, 200);
     assert!(stats.prefix_hit_tokens > 0);
     engine.shutdown().await;
 }

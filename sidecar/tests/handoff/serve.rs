@@ -16,6 +16,7 @@ use kvlane_sidecar::serve::ServeHandle;
 use serde_json::{Value, json};
 use tokio::net::TcpStream;
 
+use crate::eventually;
 use crate::served::{COMPLETIONS, completion, read};
 use crate::world::{engine, start_at_free_addresses};
 
@@ -197,7 +198,8 @@ async fn a_prompt_that_would_stall_a_stream_is_split() {
     }
     drop(stream);
     assert_eq!(served.splits().await, 2);
-    assert_eq!(served.prefill.transfers().collected, 2);
+    // It hears of the end a moment after the client does.
+    eventually("collected", || served.prefill.transfers().collected == 2).await;
     let report = served.report().await;
     let plan = &report["plans"][0]["plan"];
     assert_eq!(plan["options"][0]["route"], "pair", "{report}");

@@ -10,6 +10,7 @@ use kube::discovery::ApiResource;
 use kube::{Client, Config};
 use kvlane_sidecar::config::KubernetesSettings;
 use kvlane_sidecar::pool::roster::Phase::{Serving, Starting};
+use kvlane_tests::free_port;
 use serde_json::{Value, json};
 
 use crate::cluster::pod;
@@ -115,13 +116,13 @@ openssl x509 -req -in cert.csr -CA ca.pem -CAkey ca.key -CAcreateserial -days 2 
 
 /// A port that is free, and so is the next.
 fn free_ports() -> u16 {
-    let bind = |port| std::net::TcpListener::bind(("127.0.0.1", port));
+    let mut before = free_port();
     loop {
-        let first = bind(0).unwrap();
-        let port = first.local_addr().unwrap().port();
-        if port < u16::MAX && bind(port + 1).is_ok() {
-            return port;
+        let port = free_port();
+        if port == before + 1 {
+            return before;
         }
+        before = port;
     }
 }
 

@@ -93,19 +93,22 @@ mod tests {
     fn ports_are_free_in_a_row_and_not_given_twice() {
         let ports = Ports::new();
         let mut seen = HashSet::new();
+        let mut free = 0;
         for _ in 0..50 {
             let first = ports.reserve(4).unwrap();
             for port in first..first + 4 {
                 assert!(seen.insert(port), "{port} was given twice");
-                drop(TcpListener::bind((Ipv4Addr::LOCALHOST, port)).unwrap());
+                free += usize::from(TcpListener::bind((Ipv4Addr::LOCALHOST, port)).is_ok());
             }
         }
+        // Other processes may take one in between.
+        assert!(free >= 190, "{free} of 200 were free");
     }
 
     #[test]
     fn a_port_that_is_listened_on_is_not_given() {
-        let holder = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
-        let port = holder.local_addr().unwrap().port();
+        let port = kvlane_tests::free_port();
+        let holder = TcpListener::bind((Ipv4Addr::LOCALHOST, port)).unwrap();
         let ports = Ports {
             range: port..port + 1,
             given: Mutex::new(VecDeque::new()),
