@@ -19,7 +19,7 @@ use std::fmt;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use kvlane::{IndexMode, RouterConfig};
+use kvlane::{IndexMode, Role, RouterConfig};
 use serde::{Serialize, Serializer};
 
 pub use discovery::{DiscoverySettings, DnsSettings};
@@ -213,8 +213,38 @@ impl Config {
                 worker.id
             ));
         }
+        self.warn_of_what_is_missing();
         processes::check_all(&self.processes, &self.workers).map_err(ConfigError)?;
         worker::check_all(&self.workers, &mut self.warnings).map_err(ConfigError)
+    }
+
+    /// Says what nothing contradicts and still serves nobody: without it a pool stays empty, or unsplit, in silence.
+    fn warn_of_what_is_missing(&mut self) {
+        let discovery = &self.discovery;
+        let is_looked_for = discovery.file.is_some()
+            || !(discovery.dns.is_empty() && discovery.kubernetes.is_empty());
+        if self.workers.is_empty() && self.processes.is_empty() && !is_looked_for {
+            self.warnings.push(
+                "no workers: none of workers (--worker), discovery and processes is given, so only POST /v1/workers adds some"
+                    .to_owned(),
+            );
+        }
+        let Some(handoff) = &self.handoff else {
+            let idle = self.workers.iter().find(|one| one.role == Role::Prefill);
+            if let Some(worker) = idle {
+                self.warnings.push(format!(
+                    "worker {:?} has the role prefill and gets no requests: prompts are handed over only where a section handoff is given",
+                    worker.id
+                ));
+            }
+            return;
+        };
+        if self.model.is_none() && handoff.planner.assumed_prefill_tokens_per_second.is_none() {
+            self.warnings.push(
+                "handoff: without model only streams of prompts given as token ids tell how fast workers prefill, and until they do nothing is split; give model, or handoff.planner.assumed_prefill_tokens_per_second"
+                    .to_owned(),
+            );
+        }
     }
 }
 

@@ -7,6 +7,7 @@ use kvlane::{BlockSize, Role};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
+use super::file;
 use super::kubernetes::{self, KubernetesSettings};
 use super::{Config, WorkerConfig};
 use crate::net::HostPort;
@@ -198,8 +199,7 @@ fn range(key: &str, value: f64, low: f64, high: f64) -> Result<(), String> {
 
 /// Sets the section.
 pub(super) fn set(config: &mut Config, value: &Value) -> Result<(), String> {
-    let settings: DiscoverySettings = serde_json::from_value(value.clone())
-        .map_err(|error| format!("discovery: not accepted: {error}"))?;
+    let settings: DiscoverySettings = file::section("discovery", value.clone())?;
     settings
         .validate()
         .map_err(|error| format!("discovery.{error}"))?;

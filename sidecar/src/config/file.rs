@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 
 use serde::de::DeserializeOwned;
 use serde_json::{Map, Value};
+use serde_path_to_error::Segment;
 use serde_saphyr::Spanned;
 
 use super::keys::{self, ROUTER_KEYS};
@@ -35,7 +36,8 @@ fn parse<T: DeserializeOwned>(text: &str) -> Result<T, serde_saphyr::Error> {
     serde_saphyr::from_str_with_options(text, serde_saphyr::options! { with_snippet: false })
 }
 
-fn apply_key(config: &mut Config, key: &str, value: &Value) -> Result<(), String> {
+/// Sets one of the top-level keys.
+pub(super) fn apply_key(config: &mut Config, key: &str, value: &Value) -> Result<(), String> {
     if key == "workers" {
         let workers = read_workers(value).map_err(|error| format!("workers{error}"))?;
         config.workers.extend(workers);
@@ -112,6 +114,22 @@ fn read_workers(value: &Value) -> Result<Vec<WorkerConfig>, String> {
         WorkerConfig::from_fields(fields).map_err(|error| format!("[{index}].{error}"))
     };
     list.iter().enumerate().map(read).collect()
+}
+
+/// Reads a section; what is not accepted is named by its path from `place` on.
+pub(super) fn section<T: DeserializeOwned>(place: &str, value: Value) -> Result<T, String> {
+    serde_path_to_error::deserialize(value).map_err(|error| {
+        let mut named = place.to_owned();
+        for step in error.path().iter() {
+            let step = match step {
+                Segment::Map { key } => format!(".{key}"),
+                Segment::Seq { index } => format!("[{index}]"),
+                Segment::Enum { .. } | Segment::Unknown => continue,
+            };
+            named.push_str(&step);
+        }
+        format!("{named}: not accepted: {}", error.inner())
+    })
 }
 
 /// Names a router key that stands both at the top level and under `router`.

@@ -5,9 +5,7 @@ use std::path::PathBuf;
 use clap::Args;
 use serde_json::Value;
 
-use super::file::unknown;
-use super::handoff;
-use super::keys::{self, ROUTER_KEYS};
+use super::file;
 use super::{Config, ConfigError, WorkerConfig};
 
 /// Flags of `kvlane serve`. They override the file; everything without a flag of its own can be given with `--set`.
@@ -50,10 +48,10 @@ pub struct ServeArgs {
     #[arg(
         long = "worker",
         value_name = "FIELDS",
-        help = "A worker: id=w1,url=http://host:port[,events=tcp://host:port][,replay=tcp://host:port][,role=both|prefill|decode][,dp_ranks=N][,block_size=N][,kv_capacity_blocks=N][,topic=T][,label.NAME=VALUE]"
+        help = "A worker: id=w1,url=http://host:port[,events=tcp://host:port][,replay=tcp://host:port][,role=both|prefill|decode][,dp_ranks=N][,block_size=N][,kv_capacity_blocks=N][,topic=T][,bootstrap_port=N][,label.NAME=VALUE]"
     )]
     pub workers: Vec<String>,
-    /// Any other key of the configuration file, as in --set breaker_threshold=5
+    /// Any other key of the configuration file, as in --set breaker_threshold=5; sections are JSON
     #[arg(long = "set", value_name = "KEY=VALUE")]
     pub set: Vec<String>,
 }
@@ -124,14 +122,5 @@ fn set(config: &mut Config, key: &str, text: &str) -> Result<(), String> {
         "listen" | "admin" | "policy" | "index" | "model" | "admin_key" => Value::from(text),
         _ => serde_json::from_str(text).unwrap_or_else(|_| Value::from(text)),
     };
-    if key == "handoff" {
-        return handoff::set(config, &value);
-    }
-    if ROUTER_KEYS.contains(&key) {
-        return keys::set_router(config, key, &value);
-    }
-    match keys::find(key) {
-        Some(key) => key.set(config, &value),
-        None => Err(unknown(key, keys::all_names())),
-    }
+    file::apply_key(config, key, &value)
 }

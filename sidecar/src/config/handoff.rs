@@ -6,7 +6,7 @@ use kvlane::handoff::{HandoffConfig, HandoffPlanner, KvShape};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use super::Config;
+use super::{Config, file};
 use crate::bounded;
 use crate::handoff::{LinkSettings, Links, ProtocolChoice};
 
@@ -113,8 +113,7 @@ impl HandoffSettings {
 /// Sets the section.
 pub(super) fn set(config: &mut Config, value: &Value) -> Result<(), String> {
     let value = with_link(value)?;
-    let settings: HandoffSettings =
-        serde_json::from_value(value).map_err(|error| format!("handoff: not accepted: {error}"))?;
+    let settings: HandoffSettings = file::section("handoff", value)?;
     settings.validate()?;
     config.handoff = Some(settings);
     Ok(())

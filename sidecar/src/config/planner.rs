@@ -4,7 +4,7 @@ use kvlane::Role;
 use serde::Serialize;
 use serde_json::{Map, Value};
 
-use super::Config;
+use super::{Config, file};
 use crate::pool::planner::PlannerConfig;
 use crate::pool::scale::ScaleTarget;
 
@@ -97,10 +97,12 @@ impl PlannerSettings {
         )?;
         let scale = rules(rest.remove("scale"))?;
         let planner: PlannerConfig =
-            serde_json::from_value(Value::Object(rest)).map_err(|error| {
-                format!(
-                    "planner: not accepted: {error} (and interval_seconds, decode_streams, scale)"
-                )
+            file::section("planner", Value::Object(rest)).map_err(|error| {
+                if error.contains("unknown field") && error.contains("cool_down_seconds") {
+                    error + ", `interval_seconds`, `decode_streams`, `scale`"
+                } else {
+                    error
+                }
             })?;
         // Its messages name the section.
         planner.validate().map_err(|error| error.to_string())?;

@@ -7,9 +7,9 @@ use std::path::PathBuf;
 use kvlane::{Role, WorkerSpec};
 use serde::de::Error as _;
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
-use serde_json::{Value, json};
+use serde_json::Value;
 
-use super::{Config, Secret, WorkerConfig, mask};
+use super::{Config, Secret, WorkerConfig, file, mask};
 use crate::pool::process::placeholders;
 
 /// How engines of one kind are started. Unknown keys are refused.
@@ -431,10 +431,8 @@ pub(super) fn set(config: &mut Config, value: &Value) -> Result<(), String> {
                 "processes[{index}]: a mapping with name and command is accepted"
             ));
         }
-        let template: ProcessTemplate = serde_json::from_value(value.clone()).map_err(|error| {
-            let key = culprit(value).map_or_else(String::new, |key| format!(".{key}"));
-            format!("processes[{index}]{key}: not accepted: {error}")
-        })?;
+        let template: ProcessTemplate =
+            file::section(&format!("processes[{index}]"), value.clone())?;
         let checked = template.validate();
         checked.map_err(|error| format!("processes[{index}].{error}"))?;
         Ok::<_, String>(template)
@@ -445,17 +443,6 @@ pub(super) fn set(config: &mut Config, value: &Value) -> Result<(), String> {
         .map(read)
         .collect::<Result<_, _>>()?;
     Ok(())
-}
-
-/// Finds the key of a template whose value is what is not accepted: messages of parsers name values, not always keys.
-fn culprit(template: &Value) -> Option<&String> {
-    template.as_object()?.iter().find_map(|(key, value)| {
-        let mut one = json!({"name": "any", "command": []});
-        one[key] = value.clone();
-        serde_json::from_value::<ProcessTemplate>(one)
-            .is_err()
-            .then_some(key)
-    })
 }
 
 /// Checks the templates against each other and against the workers.

@@ -47,7 +47,7 @@ fn every_key_of_a_full_file_is_read() {
     assert_eq!(config.breaker_threshold, 5);
     let worker = &config.workers[0];
     assert_eq!(worker.url.to_string(), "http://[fd00::5]:8000");
-    assert_eq!((worker.dp_ranks, worker.role), (2, kvlane::Role::Decode));
+    assert_eq!((worker.dp_ranks, worker.role), (2, Role::Decode));
     assert_eq!(worker.labels["zone"], "a");
     assert_eq!(
         yaml("router: {block_size: 64}")
@@ -236,6 +236,95 @@ fn two_ranks_on_one_event_port_are_warned_of() {
             .any(|warning| warning.contains("\"a\" rank 1") && warning.contains("\"b\" rank 0")),
         "{:?}",
         config.warnings
+    );
+}
+
+#[test]
+fn what_serves_nobody_is_warned_of() {
+    let worker = |role: &str| format!("workers: [{{id: w, url: 'http://h:1', role: {role}}}]\n");
+    let handoff = "handoff: {kv_bytes_per_token: 1, link_bytes_per_second: 2";
+    for (text, words) in [
+        (String::new(), vec!["no workers", "POST /v1/workers"]),
+        (worker("prefill"), vec!["\"w\"", "section handoff"]),
+        (
+            format!("{}{handoff}}}", worker("prefill")),
+            vec!["without model", "assumed_prefill_tokens_per_second"],
+        ),
+    ] {
+        let warnings = yaml(&text).unwrap().warnings;
+        assert_eq!(warnings.len(), 1, "{warnings:?}");
+        for word in words {
+            assert!(warnings[0].contains(word), "{warnings:?}");
+        }
+    }
+    let planner = ", planner: {assumed_prefill_tokens_per_second: 1000}}";
+    for text in [
+        worker("decode"),
+        "discovery: {file: w.yaml}".to_owned(),
+        "processes: [{name: p, command: [e, '{port}']}]".to_owned(),
+        format!("{}{handoff}{planner}", worker("prefill")),
+        format!("{}model: m\n{handoff}}}", worker("prefill")),
+    ] {
+        let warnings = yaml(&text).unwrap().warnings;
+        assert!(warnings.is_empty(), "{text}: {warnings:?}");
+    }
+}
+
+#[test]
+fn what_a_section_does_not_accept_is_named_by_its_path() {
+    let handoff = |more: &str| {
+        format!("handoff: {{kv_bytes_per_token: 1, link_bytes_per_second: 2, {more}}}")
+    };
+    let process =
+        |more: &str| format!("processes: [{{name: p, command: [e, '{{port}}'], {more}}}]");
+    for (text, place) in [
+        (
+            "discovery: {dns: [{srv: s}, {name: a, port: 70000}]}".to_owned(),
+            "discovery.dns[1].port: ",
+        ),
+        ("discovery: {dns: {srv: s}}".to_owned(), "discovery.dns: "),
+        (
+            "discovery: {kubernetes: [{pods: a, port: 0}]}".to_owned(),
+            "discovery.kubernetes[0].port: ",
+        ),
+        (handoff("bootstrap_port: 99999"), "handoff.bootstrap_port: "),
+        (handoff("links: [{from: a}]"), "handoff.links[0]: "),
+        (handoff("planner: {itl: 1}"), "handoff.planner"),
+        ("planner: {mode: acts}".to_owned(), "planner.mode: "),
+        ("planner: {prefill: 3}".to_owned(), "planner.prefill: "),
+        (process("replicas: many"), "processes[0].replicas: "),
+        (
+            process("restart: {max_seconds: x}"),
+            "processes[0].restart.max_seconds: ",
+        ),
+    ] {
+        refused(&text, &[place, "not accepted"]);
+    }
+    refused(
+        "planner: {intervall: 3}",
+        &["intervall", "interval_seconds", "tolerance"],
+    );
+}
+
+#[test]
+fn every_section_can_be_given_as_a_flag() {
+    let config = Config::from_args(&args(&[
+        "--set",
+        r#"discovery={"file": "w.yaml"}"#,
+        "--set",
+        r#"planner={"mode": "act"}"#,
+        "--set",
+        r#"workers=[{"id": "w", "url": "http://h:1"}]"#,
+        "--set",
+        r#"router={"seed": 3}"#,
+    ]))
+    .unwrap();
+    assert!(config.discovery.file.is_some() && config.planner.is_some());
+    assert_eq!((config.workers.len(), config.router.seed), (1, Some(3)));
+    let wrong = Config::from_args(&args(&["--set", "discovery=x"])).unwrap_err();
+    assert!(
+        wrong.to_string().contains("--set discovery: a mapping"),
+        "{wrong}"
     );
 }
 
