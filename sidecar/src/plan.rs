@@ -13,11 +13,14 @@ pub use args::{LinkSpeed, PlanArgs, PrefillPoint};
 
 use study::Study;
 
-/// Prints the crossover table, or JSON, and writes the plot where it is asked for.
+/// Prints the crossover table, or JSON, and writes the plot where it is asked for. Without a link, prints the model's KV bytes.
 ///
 /// # Errors
 /// The model's configuration cannot be read or understood, a number is out of range, or the plot cannot be written.
 pub fn run(args: &PlanArgs) -> Result<()> {
+    if args.link.is_empty() {
+        return print(&study::model_alone(args)?);
+    }
     let study = Study::new(args)?;
     let text = if args.json {
         let json = serde_json::json!({
@@ -37,6 +40,10 @@ pub fn run(args: &PlanArgs) -> Result<()> {
             .with_source(error)
         })?;
     }
+    print(&text)
+}
+
+fn print(text: &str) -> Result<()> {
     std::io::stdout()
         .lock()
         .write_all(text.as_bytes())

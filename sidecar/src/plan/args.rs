@@ -6,10 +6,11 @@ use std::str::FromStr;
 
 use clap::Args;
 
-/// Flags of `kvlane plan`: a model, a link and what was measured; prints from where on a handoff pays.
+/// Flags of `kvlane plan`: a model, a link and what was measured; prints from where on a handoff pays. A model alone prints its KV
+/// bytes.
 #[derive(Args, Clone, Debug)]
 pub struct PlanArgs {
-    /// A model's folder, or its config.json
+    /// A model's folder, or its config.json; alone, prints what a token's KV takes
     #[arg(
         long,
         value_name = "PATH",
@@ -26,13 +27,23 @@ pub struct PlanArgs {
     #[arg(long, value_name = "N", default_value_t = 1)]
     pub tensor_parallel: u32,
     /// A measured prompt, as tokens:milliseconds to its first token; may be repeated
-    #[arg(long, value_name = "TOKENS:MS", required = true)]
+    #[arg(
+        long,
+        value_name = "TOKENS:MS",
+        required_unless_present = "model",
+        requires = "link"
+    )]
     pub prefill: Vec<PrefillPoint>,
     /// Prompt tokens at which attention takes as long as everything else [default: from the model; else never]
     #[arg(long, value_name = "N")]
     pub attention_tokens: Option<f64>,
     /// Measured throughput of one KV transfer, such as 6GB/s, 104MB/s or 100Gbit/s; may be repeated
-    #[arg(long, value_name = "SPEED", required = true)]
+    #[arg(
+        long,
+        value_name = "SPEED",
+        required_unless_present = "model",
+        requires = "prefill"
+    )]
     pub link: Vec<LinkSpeed>,
     /// Milliseconds of a transfer whatever its size
     #[arg(long, value_name = "MS", default_value_t = 0.0)]
@@ -65,7 +76,7 @@ pub struct PlanArgs {
     #[arg(long)]
     pub json: bool,
     /// Writes the crossover as a picture
-    #[arg(long, value_name = "FILE")]
+    #[arg(long, value_name = "FILE", requires = "link")]
     pub svg: Option<PathBuf>,
 }
 

@@ -11,6 +11,7 @@ use kvlane::{Error, ErrorKind, Result, Role, WorkerId, WorkerRank};
 use serde::Serialize;
 
 use super::args::{LinkSpeed, PlanArgs};
+use super::table::grouped;
 use crate::bounded;
 
 /// What is compared: the workers, the model and the targets.
@@ -223,6 +224,27 @@ fn model(args: &PlanArgs) -> Result<(KvShape, Option<f64>)> {
     Ok((
         KvShape::from_config(&config, &options)?,
         attention_tokens(&config)?,
+    ))
+}
+
+/// Tells what a model's configuration alone can: bytes of KV, and where attention dominates.
+pub(super) fn model_alone(args: &PlanArgs) -> Result<String> {
+    let (shape, attention) = model(args)?;
+    let bytes = shape.bytes_per_token();
+    let attention = args.attention_tokens.or(attention);
+    if args.json {
+        let json = serde_json::json!({"kv_bytes_per_token": bytes, "attention_tokens": attention});
+        return Ok(format!("{json:#}\n"));
+    }
+    let attention = attention.map_or_else(String::new, |tokens| {
+        format!(
+            "; attention takes as long as everything else at {} tokens",
+            grouped(tokens)
+        )
+    });
+    Ok(format!(
+        "{} KV bytes a token{attention}.\n\nhandoff:\n  kv_bytes_per_token: {bytes}\n",
+        grouped(bytes)
     ))
 }
 

@@ -50,6 +50,28 @@ fn the_page_shows_what_the_command_prints() {
 }
 
 #[test]
+fn a_model_alone_tells_its_kv_bytes() {
+    let folder = concat!(
+        env!("CARGO_MANIFEST_DIR"),
+        "/../tests/fixtures/vllm-0.32.0/model"
+    );
+    let text = study::model_alone(&args(&format!("--model {folder}"))).unwrap();
+    assert!(text.contains("kv_bytes_per_token: 1024\n"), "{text}");
+    let json = study::model_alone(&args(&format!("--model {folder} --json"))).unwrap();
+    let json: serde_json::Value = serde_json::from_str(&json).unwrap();
+    assert_eq!(json["kv_bytes_per_token"], 1024.0);
+    for (flags, missing) in [
+        ("--kv-bytes-per-token 1", "--prefill"),
+        ("--model m --prefill 1:1", "--link"),
+        ("--model m --link 1GB/s", "--prefill"),
+        ("--model m --svg f", "--link"),
+    ] {
+        let error = parse(flags).unwrap_err();
+        assert!(error.contains(missing), "{error}");
+    }
+}
+
+#[test]
 fn the_measured_pair_is_reproduced() {
     let (study, args) = study(NVLINK);
     let links = study.links(&args).unwrap();
