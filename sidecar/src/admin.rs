@@ -110,21 +110,30 @@ fn get(app: &App, path: &str, query: &str) -> Answer {
             StatusCode::OK,
             &json!({"handoff": app.proxy.handoff_report()}),
         )),
-        _ => processes(app, path).ok_or_else(|| not_found(path)),
+        _ => processes(app, path),
     }
 }
 
 /// Shows the engines that this sidecar keeps: `/v1/processes` and `/v1/processes/{name}/log`.
-fn processes(app: &App, path: &str) -> Option<Response<ProxyBody>> {
-    let processes = app.processes.get();
-    let shown = match path.strip_prefix("/v1/processes")? {
-        "" => processes.map_or_else(|| json!({"processes": []}), |all| all.report()),
-        rest => {
-            let name = rest.strip_prefix('/')?.strip_suffix("/log")?;
-            processes?.log(&percent_decoded(name)?)?
-        }
+fn processes(app: &App, path: &str) -> Answer {
+    let all = app.processes.get();
+    let Some(rest) = path.strip_prefix("/v1/processes") else {
+        return Err(not_found(path));
     };
-    Some(json_response(StatusCode::OK, &shown))
+    if rest.is_empty() {
+        let report = all.map_or_else(|| json!({"processes": []}), |all| all.report());
+        return Ok(json_response(StatusCode::OK, &report));
+    }
+    let name = rest
+        .strip_prefix('/')
+        .and_then(|rest| rest.strip_suffix("/log"))
+        .and_then(percent_decoded)
+        .ok_or_else(|| not_found(path))?;
+    let log = all.and_then(|all| all.log(&name)).ok_or_else(|| {
+        let message = format!("process {name:?} is not kept here; GET /v1/processes lists them");
+        Problem::new(StatusCode::NOT_FOUND, &message)
+    })?;
+    Ok(json_response(StatusCode::OK, &log))
 }
 
 /// Lets a changing call pass only with the key, when there is one, and never from another site's page in a browser.

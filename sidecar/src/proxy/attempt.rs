@@ -255,7 +255,11 @@ impl<'a> Attempt<'a> {
             None => Refusal::new(
                 "no_eligible_worker",
                 StatusCode::SERVICE_UNAVAILABLE,
-                "no worker is eligible: all are unhealthy, draining, or do not serve this request",
+                if self.proxy.fleet.members().list().is_empty() {
+                    "no worker is eligible: there is none in the pool"
+                } else {
+                    "no worker is eligible: all are unhealthy, draining, or do not serve this request"
+                },
             ),
         }
     }

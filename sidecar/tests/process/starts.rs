@@ -62,7 +62,12 @@ fn engines_start_on_their_own_ports_and_gpus_and_are_shown() {
         "one that starts has not failed: {log:#?}"
     );
     sidecar.says(&["all engines are ready", "engines=2"]);
-    assert_eq!(sidecar.get(&format!("/v1/processes/{name}-7/log")).0, 404);
+    let (status, nobody) = sidecar.get(&format!("/v1/processes/{name}-7/log"));
+    assert_eq!(status, 404);
+    assert!(
+        nobody.to_string().contains("GET /v1/processes lists"),
+        "{nobody}"
+    );
     assert_eq!(sidecar.get("/v1/processes/log").0, 404);
     // Parts of a card are not in NVML's list of cards, so this holds with a driver and without.
     if let Some(why) = sidecar.report()["gpus"]["error"].as_str() {

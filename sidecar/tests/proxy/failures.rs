@@ -151,6 +151,8 @@ async fn without_any_worker_the_answer_says_so() {
         (503, Some("1"))
     );
     assert_eq!(answer.json()["error"]["code"], "no_eligible_worker");
+    let message = answer.json()["error"]["message"].to_string();
+    assert!(message.contains("there is none in the pool"), "{message}");
     let handle = sidecar_to(&[nowhere(), nowhere()], |config| {
         config.health_interval_seconds = 100.0
     })
