@@ -64,12 +64,12 @@ pub struct DnsSettings {
     /// Name servers to ask, as host:port (default: those of the system).
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub servers: Vec<String>,
-    /// What the workers do (default both).
-    #[serde(default)]
-    pub role: Role,
-    /// Data-parallel ranks of each (default 1).
-    #[serde(default = "one")]
-    pub dp_ranks: u32,
+    /// What the workers do; asked of the engines where it is not given, and else both.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub role: Option<Role>,
+    /// Data-parallel ranks of each; asked of the engines where it is not given, and else 1.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub dp_ranks: Option<u32>,
     /// Port of their KV events; asked of the engines where it is not given.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub events_port: Option<u16>,
@@ -90,10 +90,6 @@ const fn default_interval() -> f64 {
 
 const fn default_grace() -> f64 {
     30.0
-}
-
-const fn one() -> u32 {
-    1
 }
 
 impl DiscoverySettings {
@@ -148,8 +144,7 @@ impl DnsSettings {
         let address = HostPort::new(host, port).to_string();
         let mut worker = WorkerConfig::new(&address, &format!("http://{address}"))?;
         let endpoint = |port: u16| format!("tcp://{}", HostPort::new(host, port));
-        worker.role = self.role;
-        worker.dp_ranks = self.dp_ranks;
+        worker.give(self.role, self.dp_ranks);
         worker.events = self.events_port.map(endpoint);
         worker.replay = self.replay_port.map(endpoint);
         worker.block_size = self.block_size;
@@ -174,11 +169,10 @@ impl DnsSettings {
                 ));
             }
         }
-        if !(1..=kvlane::WorkerSpec::MAX_DP_RANKS).contains(&self.dp_ranks) {
+        let most = kvlane::WorkerSpec::MAX_DP_RANKS;
+        if let Some(ranks) = self.dp_ranks.filter(|ranks| !(1..=most).contains(ranks)) {
             return Err(format!(
-                "dp_ranks: {} is not accepted; accepted: 1 to {} ranks",
-                self.dp_ranks,
-                kvlane::WorkerSpec::MAX_DP_RANKS
+                "dp_ranks: {ranks} is not accepted; accepted: 1 to {most} ranks"
             ));
         }
         if self.replay_port.is_some() && self.events_port.is_none() {
@@ -205,4 +199,22 @@ pub(super) fn set(config: &mut Config, value: &Value) -> Result<(), String> {
         .map_err(|error| format!("discovery.{error}"))?;
     config.discovery = settings;
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_role_that_is_written_is_not_learned() {
+        for (text, says) in [
+            (r#"{"srv": "s"}"#, (false, false)),
+            (r#"{"srv": "s", "role": "both"}"#, (true, false)),
+            (r#"{"srv": "s", "dp_ranks": 1}"#, (false, true)),
+        ] {
+            let settings: DnsSettings = serde_json::from_str(text).unwrap();
+            let worker = settings.worker("h", 1).unwrap();
+            assert_eq!((worker.says_role(), worker.says_dp_ranks()), says, "{text}");
+        }
+    }
 }

@@ -49,9 +49,9 @@ pub struct ProcessTemplate {
     /// all download it.
     #[serde(default)]
     pub model: Option<String>,
-    /// What the workers do (default both).
-    #[serde(default = "both")]
-    pub role: Role,
+    /// What the workers do; asked of the engines where it is not given, and else both.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub role: Option<Role>,
     /// Labels of the workers.
     #[serde(default)]
     pub labels: BTreeMap<String, String>,
@@ -87,9 +87,6 @@ const fn one() -> usize {
 }
 const fn one_rank() -> u32 {
     1
-}
-const fn both() -> Role {
-    Role::Both
 }
 const fn ready_seconds() -> f64 {
     900.0
@@ -545,7 +542,7 @@ mod tests {
             (900.0, 30.0)
         );
         assert_eq!(template.strays, StrayPolicy::Report);
-        assert_eq!(template.role, Role::Both);
+        assert_eq!(template.role, None);
         assert_eq!(template.restart.give_up_failures, 5);
         assert_eq!(template.worker_name(3), "w-3");
     }

@@ -111,7 +111,7 @@ fn worker(
     let mut worker = WorkerConfig::new(&replica.name, &format!("http://127.0.0.1:{port}"))?;
     worker.events = tcp("events_port");
     worker.replay = tcp("replay_port");
-    worker.role = template.role;
+    worker.give(template.role, None);
     worker.dp_ranks = template.dp_ranks;
     worker.labels = template.labels.clone();
     Ok(worker)
@@ -161,6 +161,10 @@ mod tests {
         // Two ranks: the port after the first belongs to it, too.
         let again = prepare(&template, &replica, &Ports::new(), &run).unwrap();
         assert_eq!(again.ports.len(), 3);
+
+        let said = Config::from_yaml(&text.replace("role: decode", "role: both"), "test").unwrap();
+        let launch = prepare(&said.processes[0], &replica, &Ports::new(), &run).unwrap();
+        assert!(launch.worker.says_role(), "what is written is not learned");
 
         let missing = Config::from_yaml(&text.replace("/tmp", "/nonexistent"), "test").unwrap();
         let error = prepare(&missing.processes[0], &replica, &Ports::new(), &run).unwrap_err();

@@ -228,7 +228,7 @@ impl Processes {
             let kept = Kept {
                 record: Arc::new(Mutex::new(record)),
                 log,
-                role: template.role,
+                role: template.role.unwrap_or_default(),
                 wanted,
             };
             let supervisor = Supervisor {
