@@ -230,11 +230,12 @@ impl Config {
             );
         }
         let Some(handoff) = &self.handoff else {
-            let idle = self.workers.iter().find(|one| one.role == Role::Prefill);
-            if let Some(worker) = idle {
+            let listed = self.workers.iter().map(|one| (one.id.as_str(), one.role));
+            let started = self.processes.iter();
+            let started = started.map(|one| (one.name.as_str(), one.role.unwrap_or_default()));
+            if let Some((name, _)) = listed.chain(started).find(|one| one.1 == Role::Prefill) {
                 self.warnings.push(format!(
-                    "worker {:?} has the role prefill and gets no requests: prompts are handed over only where a section handoff is given",
-                    worker.id
+                    "{name:?} has the role prefill and gets no requests: prompts are handed over only where a section handoff is given"
                 ));
             }
             return;

@@ -247,6 +247,10 @@ fn what_serves_nobody_is_warned_of() {
         (String::new(), vec!["no workers", "POST /v1/workers"]),
         (worker("prefill"), vec!["\"w\"", "section handoff"]),
         (
+            "processes: [{name: p, command: [e, '{port}'], role: prefill}]".to_owned(),
+            vec!["\"p\"", "section handoff"],
+        ),
+        (
             format!("{}{handoff}}}", worker("prefill")),
             vec!["without model", "assumed_prefill_tokens_per_second"],
         ),
