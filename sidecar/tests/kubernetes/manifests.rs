@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use k8s_openapi::api::apps::v1::{Deployment, StatefulSet};
 use k8s_openapi::api::core::v1::{ConfigMap, Service, ServiceAccount};
 use k8s_openapi::api::rbac::v1::{Role, RoleBinding};
-use kvlane_sidecar::config::Config;
+use kvlane_sidecar::config::{Config, ServeArgs};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
@@ -89,11 +89,39 @@ fn an_unknown_field_is_found() {
     typed::<StatefulSet>(&object);
 }
 
+/// Returns what the container's `--set` becomes with the variable of its secret.
+fn admin_key() -> String {
+    let deployment: Deployment = typed(&find("Deployment", "kvlane"));
+    let container = &deployment.spec.unwrap().template.spec.unwrap().containers[0];
+    let variable = &container.env.as_ref().unwrap()[0];
+    assert!(
+        variable
+            .value_from
+            .as_ref()
+            .unwrap()
+            .secret_key_ref
+            .is_some()
+    );
+    let args = container.args.as_ref().unwrap();
+    assert_eq!(args[args.len() - 2], "--set");
+    let name = format!("$({})", variable.name);
+    args[args.len() - 1].replace(&name, "0123456789abcdef")
+}
+
 #[test]
 fn the_sidecar_starts_with_its_configuration_and_finds_the_ports_of_the_pods() {
     let config: ConfigMap = typed(&find("ConfigMap", "kvlane"));
     let text = &config.data.unwrap()["kvlane.yaml"];
-    let config = Config::from_yaml(text, "kvlane.yaml").unwrap();
+    let refused = Config::from_yaml(text, "kvlane.yaml").unwrap_err();
+    assert!(refused.to_string().contains("admin_key"), "{refused}");
+    let file = tempfile::NamedTempFile::new().unwrap();
+    std::fs::write(file.path(), text).unwrap();
+    let config = Config::from_args(&ServeArgs {
+        config: Some(file.path().to_owned()),
+        set: vec![admin_key()],
+        ..ServeArgs::default()
+    })
+    .unwrap();
     let source = &config.discovery.kubernetes[0];
     let stateful: StatefulSet = typed(&find("StatefulSet", "vllm"));
     let template = stateful.spec.unwrap().template;
