@@ -5,6 +5,7 @@ pub mod upstream;
 
 mod errors;
 mod headers;
+mod lines;
 
 use bytes::Bytes;
 use http_body_util::combinators::UnsyncBoxBody;
@@ -15,6 +16,8 @@ pub(crate) use errors::{Problem, error_body};
 pub(crate) use headers::{
     add_debug, for_worker, is_event_stream, request_id, towards_client, towards_worker,
 };
+
+pub(crate) use lines::EventLines;
 
 /// A response body towards the client.
 pub type ClientBody = UnsyncBoxBody<Bytes, Box<dyn std::error::Error + Send + Sync>>;

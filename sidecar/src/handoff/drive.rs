@@ -114,6 +114,12 @@ impl Side {
         }
     }
 
+    fn output_tokens(&self, total: u32, now: Instant) {
+        if let Some(guard) = &self.guard {
+            guard.output_tokens(total, now);
+        }
+    }
+
     const fn leg_begins(&mut self) {
         self.legs.begun += 1;
     }

@@ -16,11 +16,11 @@ use tokio::time::Sleep;
 use tokio_util::sync::CancellationToken;
 
 use super::split::Lesson;
-use super::usage::{EventLines, UsageScanner};
+use super::usage::UsageScanner;
 use crate::fleet::{InFlight, Worker};
 use crate::forward::breaker::Verdict;
 use crate::forward::upstream::UpstreamBody;
-use crate::forward::{error_body, is_event_stream};
+use crate::forward::{EventLines, error_body, is_event_stream};
 use crate::request::Endpoint;
 use crate::sparing::warn_sparingly;
 
@@ -128,8 +128,6 @@ pub(super) struct ForwardBody {
     takes_error_event: bool,
     usage: UsageScanner,
     lines: EventLines,
-    /// Tokens reported to the booking so far.
-    reported_tokens: u32,
     began: bool,
     last_piece: Instant,
     idle: Duration,
@@ -141,9 +139,6 @@ pub(super) struct ForwardBody {
 
 /// Ends the client's body.
 type Cut = Box<dyn StdError + Send + Sync>;
-
-/// Tokens between two reports to the booking: each takes a lock, and load is counted in blocks of some 16 tokens.
-const REPORT_EVERY: u32 = 8;
 
 impl ForwardBody {
     pub(super) fn new(
@@ -164,7 +159,6 @@ impl ForwardBody {
                 && !parts.headers.contains_key(CONTENT_ENCODING),
             usage: UsageScanner::default(),
             lines: EventLines::default(),
-            reported_tokens: 0,
             began: false,
             last_piece: Instant::now(),
             idle,
@@ -211,9 +205,7 @@ impl ForwardBody {
                 lesson.piece(piece, now);
             }
             self.lines.feed(piece);
-            let tokens = self.lines.events();
-            if tokens >= self.reported_tokens + REPORT_EVERY {
-                self.reported_tokens = tokens;
+            if let Some(tokens) = self.lines.growth() {
                 guard.output_tokens(tokens, now);
             }
         }

@@ -270,6 +270,23 @@ async fn a_decode_worker_that_stays_busy_says_so_itself() {
 }
 
 #[tokio::test]
+async fn a_stream_that_ends_without_its_marker_is_counted() {
+    let event = "data: {\"choices\":[{\"text\":\" a\"}]}\n\n";
+    let whole = "data: {\"choices\":[{\"text\":\" a\"}]}\n\ndata: [DONE]\n\n";
+    for (events, incomplete) in [(event, 1), (whole, 0)] {
+        let world = World::start(Plan {
+            decode_hook: always(Act::Events(events)),
+            ..Plan::default()
+        })
+        .await;
+        let reply = world.ask(COMPLETIONS, &completion(1, true)).await;
+        assert_eq!(reply.text, events);
+        assert_eq!(world.incomplete("d"), incomplete);
+        world.is_clean().await;
+    }
+}
+
+#[tokio::test]
 async fn a_decode_leg_is_sent_once_whatever_becomes_of_its_connection() {
     let world = World::start(Plan {
         decode_hook: Arc::new(|number, _| {

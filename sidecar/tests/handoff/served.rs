@@ -153,6 +153,29 @@ fn slow() -> (EngineConfig, Value) {
     (slow, request)
 }
 
+#[tokio::test]
+async fn a_stream_takes_more_room_the_longer_it_is() {
+    let (slow, request) = slow();
+    let decode = EngineConfig {
+        decode_ms: 5.0,
+        ..slow
+    };
+    let world = World::start(Plan {
+        decode,
+        ..Plan::default()
+    })
+    .await;
+    let mut body = world.drive(COMPLETIONS, &request).await.into_body();
+    body.frame().await.unwrap().unwrap();
+    let first = world.booked_blocks("d");
+    for _ in 0..100 {
+        body.frame().await.unwrap().unwrap();
+    }
+    assert!(world.booked_blocks("d") >= first + 4, "from {first}");
+    drop(body);
+    world.is_clean().await;
+}
+
 /// A worker that drains would wait for the end of streams that are no longer its own.
 #[tokio::test]
 async fn a_prefill_worker_is_free_while_the_stream_goes_on() {

@@ -226,6 +226,19 @@ impl World {
         (in_flight, booked.unwrap().active_requests)
     }
 
+    /// Returns the blocks that are booked on a worker.
+    pub(crate) fn booked_blocks(&self, id: &str) -> usize {
+        let workers = self.router.workers(Instant::now());
+        let booked = workers.iter().find(|worker| worker.id.as_str() == id);
+        booked.unwrap().active_blocks
+    }
+
+    /// Returns the streams of a worker that ended without their end marker.
+    pub(crate) fn incomplete(&self, id: &str) -> u64 {
+        let members = self.fleet.members();
+        members.find(id).unwrap().metrics.incomplete.get()
+    }
+
     fn side(&self, id: &str) -> Side {
         let prompt = booked_prompt();
         let request = SelectRequest::new(&prompt);

@@ -16,7 +16,7 @@ use super::client::Client;
 use super::leg::{LegError, LegEvent, Running, Sending};
 use super::metrics::Open;
 use super::{DriveRequest, Pair, Shared, Side};
-use crate::forward::is_event_stream;
+use crate::forward::{EventLines, is_event_stream};
 use crate::handoff::{
     Action, Answer, AnswerCorrector, Attempt, Disturbing, Event, Failure, FallbackReason, Handoff,
     HandoffRules, Leg, LegContext, LegOrder, Outcome, RankGaps, StreamGaps, Ticket, collecting,
@@ -40,6 +40,8 @@ pub(super) struct Run {
     answer: Option<(Attempt, Forwarded)>,
     /// When the last piece of a stream came.
     last_piece: Option<Instant>,
+    /// Of the stream that the client gets.
+    lines: EventLines,
     /// Legs that are answered with what a prefill worker handed over.
     fetching: Option<Attempt>,
     collecting: bool,
@@ -88,6 +90,7 @@ impl Run {
             decode: None,
             answer: None,
             last_piece: None,
+            lines: EventLines::default(),
             fetching: None,
             collecting: false,
             refusal: None,
@@ -379,6 +382,10 @@ impl Run {
                 if let Some(gaps) = gaps {
                     gaps.piece(piece, now);
                 }
+                self.lines.feed(piece);
+                if let Some(tokens) = self.lines.growth() {
+                    self.pair.decode.output_tokens(tokens, now);
+                }
                 let mut out = Vec::with_capacity(piece.len());
                 match corrector {
                     Some(corrector) => corrector.feed(piece, &mut out),
@@ -399,6 +406,9 @@ impl Run {
                 let mut out = Vec::new();
                 if let Some(mut corrector) = corrector {
                     corrector.finish(&mut out);
+                }
+                if self.request.endpoint.has_end_marker() && !self.lines.ended() {
+                    self.pair.decode.worker.metrics.incomplete.inc();
                 }
                 self.client.send(out).await;
                 self.client.end();
