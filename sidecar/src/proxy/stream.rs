@@ -238,7 +238,12 @@ impl ForwardBody {
             booking.worker.completed();
         }
         let usage = self.usage.usage().filter(|_| ok).unwrap_or_default();
-        let outcome = if ok { Outcome::ok() } else { Outcome::failed() };
+        let outcome = match self.status {
+            _ if ok => Outcome::ok(),
+            // What is refused is not computed: its prompt is in nobody's cache.
+            status if status.is_client_error() => Outcome::not_dispatched(),
+            _ => Outcome::failed(),
+        };
         booking.finish(
             &outcome.reported(usage.cached_tokens, usage.prompt_tokens),
             now,

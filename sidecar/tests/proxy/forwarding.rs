@@ -90,6 +90,14 @@ async fn status_headers_and_body_of_errors_pass() {
         );
         assert_eq!(worker.seen().last().unwrap().body, body.as_bytes());
     }
+    let answer = post(handle.proxy_addr, CHAT, &chat(1, false)).await;
+    assert_eq!(answer.status, 400);
+    eventually("a refused prompt is in no cache", || async {
+        let workers = admin(&handle, "GET", "/v1/workers", "").await.json();
+        let worker = &workers["workers"][0];
+        worker["active_requests"] == 0 && worker["predicted_blocks"] == 0
+    })
+    .await;
 }
 
 #[tokio::test]
