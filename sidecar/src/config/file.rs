@@ -128,8 +128,27 @@ pub(super) fn section<T: DeserializeOwned>(place: &str, value: Value) -> Result<
             };
             named.push_str(&step);
         }
-        format!("{named}: not accepted: {}", error.inner())
+        format!("{named}: not accepted: {}", plain(error.inner()))
     })
+}
+
+/// Says what a type accepts in the words of a configuration file.
+fn plain(error: &serde_json::Error) -> String {
+    let message = error.to_string();
+    let Some((before, accepted)) = message.rsplit_once(", expected ") else {
+        return message;
+    };
+    let accepted = match accepted {
+        "a sequence" => "a list",
+        "a map" => "a mapping",
+        "path string" => "a path",
+        "f64" => "a number",
+        "u16" => "0 to 65,535",
+        "u32" | "u64" | "usize" => "a whole number from 0 on",
+        accepted if accepted.starts_with("struct ") => "a mapping",
+        accepted => accepted,
+    };
+    format!("{before}, expected {accepted}")
 }
 
 /// Names a router key that stands both at the top level and under `router`.

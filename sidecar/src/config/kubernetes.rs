@@ -143,7 +143,8 @@ impl KubernetesSettings {
 
     /// Checks every field.
     pub(super) fn validate(&self) -> Result<(), String> {
-        match self.selection()? {
+        let selection = self.selection();
+        match selection.map_err(|error| format!("pods: {error}"))? {
             Selection::Pods(selector) => is_selector(selector)
                 .then_some(())
                 .ok_or_else(|| bad("pods", selector, "a label selector, as in app=vllm"))?,

@@ -304,6 +304,14 @@ fn what_a_section_does_not_accept_is_named_by_its_path() {
     ] {
         refused(&text, &[place, "not accepted"]);
     }
+    for (text, words) in [
+        ("discovery: {dns: [{port: 70000}]}", "expected 0 to 65,535"),
+        ("discovery: {dns: {srv: s}}", "expected a list"),
+        ("planner: {prefill: 3}", "expected a mapping"),
+        ("planner: {tolerance: x}", "expected a number"),
+    ] {
+        refused(text, &[words]);
+    }
     refused(
         "planner: {intervall: 3}",
         &["intervall", "interval_seconds", "tolerance"],
