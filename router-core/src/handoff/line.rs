@@ -62,6 +62,8 @@ struct Sample {
 const KEPT: usize = 64;
 /// Measurements from which slopes are believed: of four, one may be wrong.
 const ENOUGH: usize = 4;
+/// Fewest slopes of which a median is taken: of two it would be their mean, and one that is wrong would count.
+const OUTVOTING: usize = 3;
 /// Largest work as a multiple of the smallest from which slopes are believed; noise of a few per cent over a smaller span
 /// would turn into a fixed part of the whole time.
 const SPAN: f64 = 1.5;
@@ -111,7 +113,7 @@ impl Line {
             return;
         }
         if self.samples.len() == KEPT {
-            self.samples.pop_front();
+            self.samples.remove(self.least_needed());
         }
         self.samples.push_back(Sample {
             units,
@@ -119,6 +121,20 @@ impl Line {
             is_bound,
         });
         self.refit();
+    }
+
+    /// Returns the place of the measurement that gives way: the oldest of those that tell little while they are many, so that
+    /// however many of them never drive out what was learned.
+    fn least_needed(&self) -> usize {
+        let tells_little = |sample: &Sample| sample.is_bound || sample.units < self.telling.units;
+        let many = self
+            .samples
+            .iter()
+            .filter(|sample| tells_little(sample))
+            .count()
+            > KEPT / 2;
+        let oldest = self.samples.iter().position(tells_little);
+        oldest.filter(|_| many).unwrap_or(0)
     }
 
     fn refit(&mut self) {
@@ -136,20 +152,11 @@ impl Line {
         let apart = self.spread(&samples)? / 10.0;
         let mut slopes: Vec<f64> = samples
             .iter()
-            .filter_map(|one| {
-                let slope = |other: &&Sample| {
-                    let run = other.units - one.units;
-                    (run.abs() >= apart).then(|| (other.seconds - one.seconds) / run)
-                };
-                median(
-                    &mut samples
-                        .iter()
-                        .copied()
-                        .filter_map(|other| slope(&other))
-                        .collect::<Vec<_>>(),
-                )
-            })
+            .filter_map(|one| slope_at(one, &samples, apart))
             .collect();
+        if slopes.len() < OUTVOTING {
+            return None;
+        }
         let per_unit = median(&mut slopes)?;
         let rest = |sample: &&Sample| sample.seconds - sample.units * per_unit;
         let fixed = median(&mut samples.iter().map(rest).collect::<Vec<_>>())?;
@@ -205,6 +212,19 @@ impl Line {
     fn exact(&self) -> impl Iterator<Item = &Sample> {
         self.samples.iter().filter(|sample| !sample.is_bound)
     }
+}
+
+/// Returns the median of the slopes from one measurement to the others that lie `apart` of it, if they are enough.
+fn slope_at(one: &Sample, others: &[&Sample], apart: f64) -> Option<f64> {
+    let slope = |other: &&Sample| {
+        let run = other.units - one.units;
+        (run.abs() >= apart).then(|| (other.seconds - one.seconds) / run)
+    };
+    let mut slopes: Vec<f64> = others.iter().filter_map(slope).collect();
+    if slopes.len() < OUTVOTING {
+        return None;
+    }
+    median(&mut slopes)
 }
 
 /// The latest values, of which the median is asked.
@@ -421,6 +441,54 @@ mod tests {
         line.observe_bound(1_000.0, 2.0);
         line.observe_bound(1_000.0, 2.0);
         assert!(close(line.fit().unwrap().per_unit, 0.002, 1e-9));
+    }
+
+    #[test]
+    fn of_two_sizes_one_wrong_measurement_moves_nothing() {
+        let right = [(2_000.0, 0.2), (4_000.0, 0.4)];
+        for counts in [[2, 2], [2, 3], [3, 2], [3, 3], [4, 4]] {
+            for (which, wrong) in right.into_iter().enumerate() {
+                for factor in [0.05, 0.4, 20.0] {
+                    let mut line = Line::default();
+                    line.observe(wrong.0, wrong.1 * factor);
+                    for (at, ((units, seconds), count)) in right.into_iter().zip(counts).enumerate()
+                    {
+                        for _ in usize::from(at == which)..count {
+                            line.observe(units, seconds);
+                        }
+                    }
+                    let fit = line.fit().unwrap();
+                    let message = format!("{counts:?} {wrong:?} {factor}: {fit:?}");
+                    assert!(close(fit.per_unit, 1e-4, 0.01), "{message}");
+                    assert!(fit.fixed < 1e-6, "{message}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn however_many_that_tell_little_leave_what_was_learned() {
+        let telling = Telling {
+            units: 1_024.0,
+            seconds: 0.0,
+        };
+        let mut line = Line::new(telling);
+        for _ in 0..3 {
+            line.observe(4_000.0, 0.4);
+        }
+        for _ in 0..3 * KEPT {
+            line.observe(300.0, 0.03);
+        }
+        assert!(close(line.fit().unwrap().per_unit, 1e-4, 0.01));
+        // Those that tell give way to the newer of their kind alone.
+        for _ in 0..KEPT {
+            line.observe(4_000.0, 0.8);
+        }
+        assert!(close(line.fit().unwrap().per_unit, 2e-4, 0.05));
+        for _ in 0..3 * KEPT {
+            line.observe_bound(4_000.0, 0.1);
+        }
+        assert!(close(line.fit().unwrap().per_unit, 2e-4, 0.05));
     }
 
     #[test]

@@ -207,20 +207,29 @@ impl Link {
     }
 
     fn pass(&mut self, now: Instant) {
-        let seconds = self
+        let mut seconds = self
             .last
             .map_or(Duration::ZERO, |last| now.saturating_duration_since(last))
             .as_secs_f64();
         self.last = self.last.max(Some(now));
-        let moving = self.open.values().filter(|open| open.is_moving()).count();
-        if moving == 0 || seconds <= 0.0 {
-            return;
-        }
-        let each = seconds / moving as f64;
-        self.share += each;
-        if let Some(fit) = self.line.fit() {
-            for open in self.open.values_mut().filter(|open| open.is_moving()) {
-                open.left = (open.left - each / fit.per_unit).max(0.0);
+        let per_unit = self.line.fit().map(|fit| fit.per_unit);
+        while seconds > 0.0 {
+            let moving = self.open.values_mut().filter(|open| open.is_moving());
+            let moving: Vec<&mut Open> = moving.collect();
+            if moving.is_empty() {
+                return;
+            }
+            // As far as the next one that ends unseen: from then on the others share the link among fewer.
+            let unseen = moving.iter().filter(|open| open.ends_unseen);
+            let least = unseen.map(|open| open.left).fold(f64::INFINITY, f64::min);
+            let each =
+                (seconds / moving.len() as f64).min(least * per_unit.unwrap_or(f64::INFINITY));
+            self.share += each;
+            seconds -= each * moving.len() as f64;
+            for open in moving {
+                let left = per_unit.map_or(open.left, |per_unit| open.left - each / per_unit);
+                // Less than a byte is what rounding left.
+                open.left = if left < 1.0 { 0.0 } else { left };
             }
         }
     }
@@ -516,5 +525,25 @@ mod tests {
         link.start(2, after(from, 500.0));
         link.finish(2, after(from, 510.0));
         assert_eq!(link.measurements(), 1);
+    }
+
+    #[test]
+    fn what_ends_unseen_slows_others_down_no_longer_than_it_moves() {
+        let mut link = Link::default();
+        link.seed(100.0, Duration::ZERO);
+        let from = start();
+        for round in 0..3 {
+            let from = after(from, 1_000.0 * f64::from(round));
+            for (id, bytes) in [(0, 1_000.0), (1, 4_000.0)] {
+                link.book(id, bytes, Duration::ZERO, from);
+                link.start(id, from);
+            }
+            link.ends_unseen(0);
+            // Nobody looks in between: 1,000 of each in 20 s, then 3,000 alone in 30.
+            link.finish(1, after(from, 50.0));
+            link.finish(0, after(from, 900.0));
+        }
+        assert_eq!(link.measurements(), 3);
+        assert_close(1.0 / link.fit().unwrap().per_unit, 100.0);
     }
 }

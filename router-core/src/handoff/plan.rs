@@ -186,8 +186,8 @@ pub(super) struct Context<'a> {
     pub(super) workers: &'a [PlanWorker],
     /// Of each worker: its speed, and whether that is assumed.
     pub(super) speeds: Vec<(WorkerSpeed, bool)>,
-    /// None of these speeds is more than a guess.
-    pub(super) is_guess: bool,
+    /// None of these speeds is more than a guess, and a worker serves alone.
+    pub(super) must_not_guess: bool,
 }
 
 impl Context<'_> {
@@ -238,8 +238,7 @@ impl Context<'_> {
         if self.workers[prefill].group != self.workers[decode].group {
             return Some(Reason::OtherGroup);
         }
-        let has_other_way = || self.workers.iter().any(|worker| worker.serves_alone);
-        (self.is_guess && has_other_way()).then_some(Reason::SpeedNotKnown)
+        self.must_not_guess.then_some(Reason::SpeedNotKnown)
     }
 
     /// Returns the pairs by role. Of very many, those with the quickest prefill and the most of the prompt at the decoder.

@@ -169,7 +169,7 @@ impl HandoffPlanner {
             request,
             workers,
             speeds,
-            is_guess,
+            must_not_guess: is_guess && workers.iter().any(|worker| worker.serves_alone),
         };
         let alone = |at: &usize| workers[*at].serves_alone;
         let singles = (0..workers.len()).filter(alone);

@@ -7,8 +7,8 @@ use std::time::Instant;
 use hyper::header::HeaderValue;
 use hyper::{Method, Response};
 use kvlane::handoff::{
-    GapCause, HandoffPlan, HandoffPlanner, KvShape, PlanRequest, PlanWorker, PrefillWork, Route,
-    TransferGuard,
+    GapCause, HandoffOption, HandoffPlan, HandoffPlanner, KvShape, PlanRequest, PlanWorker,
+    PrefillWork, Route, TransferGuard,
 };
 use kvlane::{Candidate, Decision, LeaseId, Outcome, Role, SelectRequest, WorkerId, WorkerRank};
 use parking_lot::Mutex;
@@ -436,14 +436,17 @@ fn summarise(plan: &HandoffPlan) -> Arc<Value> {
         fields.insert("predicted_ttft_seconds".to_owned(), json!(ttft));
         let gap = chosen.itl.gap_seconds;
         fields.insert("predicted_gap_seconds".to_owned(), json!(gap));
-        if let Route::Pair { .. } = chosen.route {
+        let is_pair = |option: &HandoffOption| matches!(option.route, Route::Pair { .. });
+        if is_pair(chosen) {
             let says = if chosen.ttft.seeded_link {
                 "seed"
             } else {
                 "transfers"
             };
             fields.insert("link_speed_from".to_owned(), json!(says));
-        } else if let Some(excluded) = plan.excluded.first() {
+        } else if !plan.options.iter().any(is_pair)
+            && let Some(excluded) = plan.excluded.first()
+        {
             fields.insert("not_split".to_owned(), json!(excluded.reason));
         }
     }
