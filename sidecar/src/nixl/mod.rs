@@ -228,14 +228,13 @@ impl Agent {
             .await
     }
 
-    /// Forgets a peer.
-    ///
-    /// # Errors
-    /// There is none of this name.
-    pub async fn forget_remote(&self, name: &str) -> Result<(), Error> {
+    /// Forgets a peer, if there is one of this name; waits for nothing. No transfer with it may be under way.
+    pub fn forget_remote(&self, name: &str) {
         let (id, name) = (self.id, name.to_owned());
-        self.call(move |worker| worker.of(id)?.forget_remote(&name))
-            .await
+        self.nixl.thread.send(move |worker| {
+            // An engine that is gone has nothing to lose.
+            let _ = worker.of(id).and_then(|agent| agent.forget_remote(&name));
+        });
     }
 
     /// Moves bytes. Dropping the future does not stop a transfer that was posted: the memory is kept until it is over.

@@ -42,7 +42,9 @@ impl Thread {
 
     /// Has something done; nobody learns when the thread has ended.
     pub(super) fn send(&self, work: impl FnOnce(&mut Worker) + Send + 'static) {
-        let _ = self.work.lock().send(Box::new(work));
+        let sent = self.work.lock().send(Box::new(work));
+        // What was not taken may send something itself as it is dropped: not under the lock.
+        drop(sent);
     }
 
     /// Has something done and waits for its result.

@@ -17,6 +17,8 @@ mod ledger;
 mod nixl;
 mod parameters;
 #[cfg(feature = "nixl")]
+mod peers;
+#[cfg(feature = "nixl")]
 mod pool;
 mod rooms;
 mod serve;

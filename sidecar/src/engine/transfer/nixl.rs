@@ -1,17 +1,16 @@
 //! Blocks with NIXL: the fetcher reads them out of the holder's pool.
 
-use std::collections::VecDeque;
 use std::io;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Instant;
 
-use parking_lot::Mutex;
 use tokio::io::{AsyncReadExt, AsyncWriteExt, BufReader};
 use tokio::net::TcpStream;
 
 use super::content::Content;
 use super::parameters::Source;
+use super::peers::{Peers, Use};
 use super::pool::{LISTED, Landed, Landing, Pool, read_list};
 use super::wire::{self, DONE, Placement, TIME_LIMIT};
 use super::{Fetching, Means, Moved, Refusal, Transport, tcp};
@@ -22,14 +21,14 @@ use crate::nixl::{Agent, Direction, Memory, Nixl, Part, Transfer};
 /// Fetches with NIXL, or over TCP from a holder that has no NIXL.
 #[derive(Debug)]
 pub(super) struct Mover {
-    agent: Agent,
+    agent: Arc<Agent>,
     landing: Landing,
     bytes_per_token: usize,
-    /// Holders whose metadata is loaded, by engine id, which is also the agent's name; the least recently used first.
-    known: Mutex<VecDeque<String>>,
+    /// Holders whose metadata is loaded, by engine id, which is also the agent's name.
+    peers: Peers,
 }
 
-/// Holders that are remembered.
+/// Holders that are remembered while nothing is fetched from them.
 const MAX_KNOWN: usize = 256;
 /// Bound of a holder's metadata; with one registered pool it has some 400 bytes.
 const MAX_METADATA: usize = 1 << 16;
@@ -63,11 +62,13 @@ pub(super) async fn start(
         .await
         .map_err(|error: crate::nixl::Error| error.to_string())?;
     tracing::info!(library = %nixl.library().display(), "KV moves with NIXL");
+    let agent = Arc::new(agent);
+    let at = Arc::clone(&agent);
     let mover = Mover {
         agent,
         landing: Landing::new(landing, stride),
         bytes_per_token,
-        known: Mutex::default(),
+        peers: Peers::new(MAX_KNOWN, move |name| at.forget_remote(name)),
     };
     Ok((mover, Pool::new(pool, metadata, stride, bytes_per_token)))
 }
@@ -79,7 +80,8 @@ impl Mover {
         content: &Content,
     ) -> io::Result<Result<Moved, Refusal>> {
         let began = Instant::now();
-        let known = self.known.lock().contains(&source.engine_id);
+        let peer = Arc::new(self.peers.begin(&source.engine_id));
+        let known = peer.is_known();
         let (mut stream, offer) = match wire::ask(source, content, true, known).await? {
             Ok(answered) => answered,
             Err(refusal) => return Ok(Err(refusal)),
@@ -94,7 +96,7 @@ impl Mover {
             return Ok(Err(Refusal::Damaged));
         };
         if !known {
-            self.meet(&source.engine_id, metadata).await?;
+            self.meet(&peer, &source.engine_id, metadata).await?;
         }
         let Some(landed) = self.landing.take(content.blocks()).await else {
             return Err(io::Error::other(
@@ -102,7 +104,7 @@ impl Mover {
             ));
         };
         let landed = Arc::new(landed);
-        let moving = self.read(source, content, placement, &list, &landed);
+        let moving = self.read((source, &peer), content, placement, &list, &landed);
         let (bytes, arrived) = tokio::select! {
             moved = moving => moved?,
             // Its last word was the list: whatever is read now is that it is gone.
@@ -121,30 +123,21 @@ impl Mover {
     }
 
     /// Takes in a holder's metadata.
-    async fn meet(&self, engine_id: &str, metadata: Vec<u8>) -> io::Result<()> {
+    async fn meet(&self, peer: &Use, engine_id: &str, metadata: Vec<u8>) -> io::Result<()> {
         let name = self.agent.load_remote(metadata).await;
         let name = name.map_err(io::Error::other)?;
         if name != engine_id {
+            self.peers.begin(&name).loaded();
             return Err(io::Error::other("the metadata is that of another engine"));
         }
-        let forgotten = {
-            let mut known = self.known.lock();
-            if !known.contains(&name) {
-                known.push_back(name);
-            }
-            (known.len() > MAX_KNOWN).then(|| known.pop_front())
-        };
-        if let Some(Some(name)) = forgotten {
-            // An engine that is gone has nothing to lose.
-            let _ = self.agent.forget_remote(&name).await;
-        }
+        peer.loaded();
         Ok(())
     }
 
     /// Reads all blocks; returns their bytes and when the last was there.
     async fn read(
         &self,
-        source: &Source,
+        (source, peer): (&Source, &Arc<Use>),
         content: &Content,
         placement: Placement,
         list: &[(BlockId, u64)],
@@ -172,14 +165,13 @@ impl Mover {
             notification: None,
             limit: TIME_LIMIT,
             // Where somebody stops waiting, NIXL still writes.
-            keep: Some(Arc::clone(landed) as _),
+            keep: Some(Arc::new((Arc::clone(landed), Arc::clone(peer)))),
         };
         match self.agent.transfer(transfer).await {
             Ok(timing) => Ok((bytes, timing.done)),
             Err(error) => {
                 // Its metadata may be that of a connection that broke; the next fetch brings it again.
-                self.known.lock().retain(|known| *known != source.engine_id);
-                let _ = self.agent.forget_remote(&source.engine_id).await;
+                peer.failed();
                 Err(io::Error::other(error))
             }
         }
