@@ -19,6 +19,7 @@ use super::member::Fact;
 use super::roster::{Phase, Sighting};
 use super::sources::{Absence, Report};
 use crate::config::WorkerConfig;
+use crate::sparing::warn_sparingly;
 
 /// What the manager does to the fleet.
 pub trait Hands {
@@ -71,6 +72,8 @@ struct Source {
     dismissed: BTreeMap<WorkerId, Sighting>,
     /// Those that could not be added, and why.
     refused: BTreeMap<WorkerId, String>,
+    /// Those of the list before.
+    refused_before: BTreeMap<WorkerId, String>,
 }
 
 struct Entry {
@@ -173,6 +176,7 @@ impl Manager {
             sightings: BTreeMap::new(),
             dismissed: BTreeMap::new(),
             refused: BTreeMap::new(),
+            refused_before: BTreeMap::new(),
         });
         (SourceId(desk.sources.len() - 1), report)
     }
@@ -184,9 +188,18 @@ impl Manager {
             .into_iter()
             .map(|sighting| (sighting.worker.id.clone(), sighting));
         let source = &mut desk.sources[source.0];
+        let before = source.sightings.len();
         source.sightings = by_id.collect();
+        if source.sightings.is_empty() && before > 0 && source.absence == Absence::Left {
+            // Meant, or the mistake of whoever keeps the list.
+            warn!(
+                source = &*source.name,
+                workers = before,
+                "a source lists nobody any more; its workers finish what they have"
+            );
+        }
         // What was refused may be accepted now; until it is said again, it is not.
-        source.refused.clear();
+        source.refused_before = std::mem::take(&mut source.refused);
         desk.reconcile(hands, now);
     }
 
@@ -398,8 +411,11 @@ impl Desk {
                         self.members.insert(id, entry);
                     }
                     Err(error) => {
-                        warn!(source = &*source.name, worker = %id, cause = %error, "a worker cannot be added");
-                        source.refused.insert(id, error.to_string());
+                        let cause = error.to_string();
+                        if source.refused_before.get(&id) != Some(&cause) {
+                            warn_sparingly!(source = &*source.name, worker = %id, cause, "a worker cannot be added");
+                        }
+                        source.refused.insert(id, cause);
                     }
                 }
             }
@@ -424,7 +440,7 @@ impl Desk {
             }
         }
         for Conflict { id, source, owner } in conflicts.difference(&self.conflicts) {
-            warn!(worker = %id, source = &**source, owner = &**owner, "two sources list a worker of this name; the first keeps it");
+            warn_sparingly!(worker = %id, source = &**source, owner = &**owner, "two sources list a worker of this name; the first keeps it");
         }
         for Conflict { id, source, .. } in self.conflicts.difference(&conflicts) {
             info!(worker = %id, source = &**source, "the name is no longer claimed twice");

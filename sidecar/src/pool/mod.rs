@@ -10,6 +10,7 @@ pub mod manager;
 pub mod member;
 pub mod planner;
 pub mod process;
+mod quiet;
 pub mod rebalance;
 pub mod roster;
 pub mod scale;

@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::Arc;
+use std::time::Instant;
 
 use parking_lot::Mutex;
 use tokio_util::sync::CancellationToken;
@@ -10,6 +11,7 @@ use tracing::{info, warn};
 
 use super::discovery::file;
 use super::process::Processes;
+use super::quiet::Lately;
 use super::roster::Roster;
 use crate::app::App;
 use crate::config::{ConfigError, seconds};
@@ -81,7 +83,7 @@ pub struct Feed {
 #[derive(Clone, Debug)]
 pub struct Report {
     source: Arc<str>,
-    problem: Arc<Mutex<Option<String>>>,
+    lately: Arc<Mutex<Lately>>,
     skipped: Arc<Mutex<BTreeMap<String, String>>>,
 }
 
@@ -89,28 +91,27 @@ impl Report {
     pub(super) fn new(source: Arc<str>) -> Self {
         Self {
             source,
-            problem: Arc::default(),
+            lately: Arc::default(),
             skipped: Arc::default(),
         }
     }
 
-    /// Says why the source cannot tell what there is; its last list stays. Logged when it is another reason than before.
+    /// Says why the source cannot tell what there is; its last list stays. Logged when it is another reason than before, and has
+    /// not been logged for some minutes.
     pub fn failed(&self, problem: impl fmt::Display) {
         let problem = problem.to_string();
-        let mut last = self.problem.lock();
-        if last.as_ref() != Some(&problem) {
+        if self.lately.lock().failed(&problem, Instant::now()) {
             warn!(
                 source = &*self.source,
                 cause = problem,
                 "a source of workers fails; its last list stays"
             );
-            *last = Some(problem);
         }
     }
 
     /// Says that the source can tell again what there is.
     pub fn succeeded(&self) {
-        if self.problem.lock().take().is_some() {
+        if self.lately.lock().succeeded() {
             info!(source = &*self.source, "a source of workers is back");
         }
     }
@@ -129,6 +130,6 @@ impl Report {
     /// Returns why the source cannot tell what there is.
     #[must_use]
     pub fn problem(&self) -> Option<String> {
-        self.problem.lock().clone()
+        self.lately.lock().problem().map(str::to_owned)
     }
 }

@@ -6,10 +6,10 @@ use std::sync::Arc;
 
 use parking_lot::Mutex;
 use serde::Serialize;
-use tracing::warn;
 
 use super::assemble::Listing;
 use crate::pool::roster::Roster;
+use crate::sparing::warn_sparingly;
 
 /// What a source says of itself. Clones are one status.
 #[derive(Clone, Debug, Default)]
@@ -84,7 +84,7 @@ impl Outlet {
         self.change(|status| {
             for (object, problem) in &listing.problems {
                 if status.problems.get(object) != Some(problem) {
-                    warn!(object, problem, "an object of the cluster is not all right");
+                    warn_sparingly!(object, problem, "an object of the cluster is not all right");
                 }
             }
             status.synced = true;
