@@ -7,9 +7,11 @@ import json
 import os
 import random
 import re
+import socket
 import subprocess
 import tempfile
 import time
+import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -121,6 +123,25 @@ def workload(seed: int) -> list[Prompt]:
 def is_hit(prompt: Prompt, cached_tokens: int | None) -> bool:
     """The engine itself says that it had all complete blocks of the prefix."""
     return prompt.is_repeat and (cached_tokens or 0) >= SHARED_TOKENS
+
+
+def free_port() -> int:
+    """A port that is free, and not one of those that the system gives to whoever asks for any, which others would take first."""
+    for port in random.sample(range(10_000, 32_000), 1_000):
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+    raise AssertionError("no port is free")
+
+
+def post_and_leave(url: str, body: dict, is_time: Callable[[], object], **headers: str) -> None:
+    """Sends a request and leaves without an answer when something is true."""
+    address = urllib.parse.urlsplit(url)
+    with socket.create_connection((address.hostname, address.port), timeout=30) as client:
+        text = json.dumps(body)
+        lines = [f"POST {address.path} HTTP/1.1", f"host: {address.netloc}", "content-type: application/json"]
+        lines += [f"content-length: {len(text)}", *(f"{name}: {value}" for name, value in headers.items())]
+        client.sendall("\r\n".join([*lines, "", text]).encode())
+        wait_until("the request is there", is_time)
 
 
 def wait_until(what: str, check: Callable[[], object], seconds: float = 10):

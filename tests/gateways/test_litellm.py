@@ -107,12 +107,15 @@ class Story:
     def active(self) -> int:
         return active(self.kv.router)
 
-    async def ended(self, seconds: float = 3) -> None:
+    async def until(self, bookings: int, seconds: float = 10) -> None:
         for _ in range(int(seconds * 50)):
-            if self.active == 0:
+            if self.active == bookings:
                 return
             await asyncio.sleep(0.02)
-        raise AssertionError(f"{self.active} bookings are left")
+        raise AssertionError(f"{self.active} bookings are open, not {bookings}")
+
+    async def ended(self) -> None:
+        await self.until(0)
 
 
 @pytest.fixture(scope="module")
@@ -124,9 +127,8 @@ def slow():
 def test_an_answer_ends_its_booking(routing, slow):
     async def main():
         story = Story(routing, slow)
-        answering = asyncio.ensure_future(chat(story.router, "one", max_tokens=10))
-        await asyncio.sleep(0.25)
-        assert story.active == 1
+        answering = asyncio.ensure_future(chat(story.router, "one", max_tokens=30))
+        await story.until(1)
         await answering
         await story.ended()
 
@@ -209,11 +211,10 @@ def test_a_cancelled_call_ends_its_booking(routing, slow):
     async def main():
         story = Story(routing, slow)
         with pytest.raises(asyncio.TimeoutError):
-            await asyncio.wait_for(chat(story.router, "six", max_tokens=100), 0.3)
+            await asyncio.wait_for(chat(story.router, "six", max_tokens=400), 0.3)
         await story.ended()
-        task = asyncio.ensure_future(chat(story.router, "seven", max_tokens=100))
-        await asyncio.sleep(0.3)
-        assert story.active == 1
+        task = asyncio.ensure_future(chat(story.router, "seven", max_tokens=400))
+        await story.until(1)
         task.cancel()
         del task
         await story.ended()
@@ -236,7 +237,7 @@ def test_a_stream_that_is_thrown_away_ends_its_booking(routing, slow):
 
 def test_a_stream_that_is_kept_and_not_read_runs_out(routing, slow):
     async def main():
-        story = Story(routing, slow, lease_seconds=0.5)
+        story = Story(routing, slow, lease_seconds=2)
         stream = await chat(story.router, "nine", max_tokens=100, stream=True)
         await anext(stream)
         assert story.active == 1
@@ -251,9 +252,8 @@ def test_calls_that_share_a_metadata_dict_keep_their_own_bookings(routing, slow)
     async def main():
         story = Story(routing, slow)
         metadata = {"team": "a"}
-        calls = [asyncio.ensure_future(chat(story.router, f"ten {n}", max_tokens=4 + n, metadata=metadata)) for n in range(8)]
-        await asyncio.sleep(0.15)
-        assert story.active == 8
+        calls = [asyncio.ensure_future(chat(story.router, f"ten {n}", max_tokens=30 + n, metadata=metadata)) for n in range(8)]
+        await story.until(8)
         await asyncio.gather(*calls)
         await story.ended()
 

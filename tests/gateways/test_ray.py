@@ -176,11 +176,11 @@ def test_what_the_engine_reports_is_heard():
 
 def test_an_abandoned_stream_runs_out():
     with engines(1, events=False, decode_ms=50.0, speed=1.0) as (engine,):
-        deployed = Deployed([engine], router=KV, lease_seconds=0.5)
+        deployed = Deployed([engine], router=KV, lease_seconds=2)
         wait_until("the first ends", lambda: active(deployed.kv) == 0)
         stream = deployed.stream("a", max_tokens=400)
         next(stream)
         assert active(deployed.kv) == 1
-        wait_until("it runs out", lambda: active(deployed.kv) == 0, 5)
+        wait_until("it runs out", lambda: active(deployed.kv) == 0)
         assert deployed.kv.stats()["expired_leases"] == 1
         stream.cancel()
