@@ -3,7 +3,8 @@
 use std::time::Duration;
 
 use crate::world::{
-    Machine, QUICK, Sidecar, engine, is_alive, kill, nothing_is_left, pid_in, shell, unique, within,
+    Machine, QUICK, Sidecar, engine, is_alive, kill, kill_at_once, nothing_is_left, pid_in, shell,
+    unique, within,
 };
 
 /// An engine with two grandchildren that went their own way: without a parent, in a session of their own, and one of them
@@ -149,7 +150,7 @@ fn both_guards_killed_at_once_end_the_engine_and_what_carries_the_mark() {
     let family = Family::start();
     let [marked, unmarked] = family.children();
     let [outer, inner] = family.sidecar.guards(&family.name);
-    kill("KILL", &[outer, inner]);
+    kill_at_once(&[inner, outer]);
     family.recovers_without(&[family.pid, marked, outer, inner]);
     // In a session of its own, without the mark, and nobody left who knew it: the one thing that is not found.
     kill("KILL", &[unmarked]);

@@ -2,7 +2,9 @@
 
 use std::time::Duration;
 
-use crate::world::{Machine, QUICK, Sidecar, is_alive, kill, pid_in, shell, unique, within};
+use crate::world::{
+    Machine, QUICK, Sidecar, is_alive, kill, kill_at_once, pid_in, shell, unique, within,
+};
 
 /// Kills a sidecar and its guards at once, so that nobody is left to clean up. Returns the engine's children: one in a
 /// session of its own that carries the run's mark, and one in the engine's session that does not.
@@ -22,10 +24,7 @@ fn abandon(machine: &Machine, template: &str) -> [u32; 2] {
     let engine = sidecar.until(&name, "serving")["pid"].as_u64().unwrap();
     let children = ["marked", "unmarked"].map(|file| pid_in(&machine.path(file)));
     let [outer, inner] = sidecar.guards(&name);
-    // Stopped first, so that none of them sees another one die.
-    let all = [sidecar.child.id(), outer, inner];
-    kill("STOP", &all);
-    kill("KILL", &all);
+    kill_at_once(&[inner, outer, sidecar.child.id()]);
     sidecar.child.wait().unwrap();
     let engine = u32::try_from(engine).unwrap();
     assert!(

@@ -329,6 +329,13 @@ pub(crate) fn kill(signal: &str, pids: &[u32]) {
     assert!(killed.unwrap().success());
 }
 
+/// Kills processes of which none may see another one die: they are stopped first. Children come before their parents, since the
+/// system lets stopped children of a parent that dies go on.
+pub(crate) fn kill_at_once(pids: &[u32]) {
+    kill("STOP", pids);
+    kill("KILL", pids);
+}
+
 /// Waits until a file holds a process id.
 pub(crate) fn pid_in(path: &Path) -> u32 {
     let mut pid = None;
