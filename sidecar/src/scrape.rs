@@ -92,7 +92,10 @@ async fn probe_loop(worker: &Arc<Worker>, fleet: &Fleet, interval: Duration) {
 
 /// Tells whether nothing listens there any more. All else may come from a worker that is only busy.
 const fn is_refused(error: &FetchError) -> bool {
-    matches!(error, FetchError::Transport(UpstreamError::Connect(_)))
+    matches!(
+        error,
+        FetchError::Transport(UpstreamError::Connect(_) | UpstreamError::Ended(_))
+    )
 }
 
 /// Longest pause between two probes of a worker that is down.

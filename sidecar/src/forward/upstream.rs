@@ -46,13 +46,29 @@ pub enum UpstreamError {
     Slow(String),
     /// The connection ended before the response head.
     Broken(String),
+    /// So did a kept one, which the worker may have read the request from, and then a fresh one was refused: nothing listens there
+    /// any more.
+    Ended(String),
 }
 
 impl fmt::Display for UpstreamError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Connect(why) | Self::Slow(why) => write!(f, "could not connect: {why}"),
-            Self::Broken(why) => write!(f, "connection ended before the response: {why}"),
+            Self::Broken(why) | Self::Ended(why) => {
+                write!(f, "connection ended before the response: {why}")
+            }
+        }
+    }
+}
+
+impl UpstreamError {
+    /// Makes it the error of a request that a kept connection was lost with before, for `why`.
+    fn after_broken(self, why: &str) -> Self {
+        match self {
+            Self::Connect(then) => Self::Ended(format!("{why}; another was refused: {then}")),
+            Self::Slow(then) => Self::Broken(format!("{why}; another was not accepted: {then}")),
+            Self::Broken(_) | Self::Ended(_) => self,
         }
     }
 }
@@ -128,16 +144,28 @@ impl Pool {
     /// A kept connection that the worker closed in the meantime is replaced by a fresh one, once.
     ///
     /// # Errors
-    /// [`UpstreamError`]; the request may be sent to another worker.
+    /// [`UpstreamError`]; the request may be sent to another worker. [`Connect`](UpstreamError::Connect) and
+    /// [`Slow`](UpstreamError::Slow) say that nothing of it was sent, over a kept connection either.
     pub async fn send(
         self: &Arc<Self>,
         request: impl Fn() -> Request<Full<Bytes>>,
     ) -> Result<Response<UpstreamBody>, UpstreamError> {
         if let Some(link) = self.take_idle() {
             let mut lease = Lease::new(Arc::clone(self), link);
-            if let Ok(response) = lease.exchange(request()).await {
-                return Ok(lease.into_response(response));
-            }
+            let kept = match lease.exchange(request()).await {
+                Ok(response) => return Ok(lease.into_response(response)),
+                Err(error) => error,
+            };
+            drop(lease);
+            let sent = self.send_once(request()).await;
+            // A request that the connection took and did not begin to send is given back as canceled.
+            return sent.map_err(|error| {
+                if kept.is_canceled() {
+                    error
+                } else {
+                    error.after_broken(&describe(&kept))
+                }
+            });
         }
         self.send_once(request()).await
     }
@@ -353,4 +381,81 @@ impl Body for UpstreamBody {
 fn describe(error: &hyper::Error) -> String {
     let source = std::error::Error::source(error);
     source.map_or_else(|| error.to_string(), |source| format!("{error}: {source}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use http_body_util::BodyExt as _;
+    use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+    use tokio::net::TcpListener;
+
+    use super::*;
+
+    fn ask() -> Request<Full<Bytes>> {
+        Request::new(Full::from("prompt"))
+    }
+
+    /// Leaves a kept connection behind; returns the worker's end of it, and its listener.
+    async fn kept() -> (Arc<Pool>, TcpStream, TcpListener) {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = HostPort::new("127.0.0.1", listener.local_addr().unwrap().port());
+        let minute = Duration::from_secs(60);
+        let pool = Arc::new(Pool::new(address, minute, minute, 1));
+        let answers = async {
+            let (mut worker, _) = listener.accept().await.unwrap();
+            read_request(&mut worker).await;
+            let answer = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok";
+            worker.write_all(answer).await.unwrap();
+            worker
+        };
+        let (response, worker) = tokio::join!(pool.send(ask), answers);
+        response.unwrap().into_body().collect().await.unwrap();
+        (pool, worker, listener)
+    }
+
+    async fn read_request(worker: &mut TcpStream) {
+        let mut read = Vec::new();
+        while !read.ends_with(b"prompt") {
+            assert_ne!(worker.read_buf(&mut read).await.unwrap(), 0);
+        }
+    }
+
+    #[tokio::test]
+    async fn a_worker_that_dies_with_a_kept_connection_may_have_read_the_request() {
+        let (pool, mut worker, listener) = kept().await;
+        let dies = async move {
+            read_request(&mut worker).await;
+            drop((listener, worker));
+        };
+        let (error, ()) = tokio::join!(pool.send(ask), dies);
+        let error = error.unwrap_err();
+        assert!(matches!(error, UpstreamError::Ended(_)), "{error:?}");
+        assert_eq!(pool.in_use(), 0);
+    }
+
+    #[tokio::test]
+    async fn a_worker_that_was_dead_before_has_read_nothing() {
+        let (pool, worker, listener) = kept().await;
+        drop((listener, worker));
+        // The runtime has to look at its sockets before it knows.
+        tokio::time::sleep(Duration::from_millis(10)).await;
+        let error = pool.send(ask).await.unwrap_err();
+        assert!(matches!(error, UpstreamError::Connect(_)), "{error:?}");
+    }
+
+    #[tokio::test]
+    async fn a_kept_connection_that_ends_is_replaced_once() {
+        let (pool, mut worker, listener) = kept().await;
+        let cuts_twice = async move {
+            read_request(&mut worker).await;
+            drop(worker);
+            let (mut worker, _) = listener.accept().await.unwrap();
+            read_request(&mut worker).await;
+            drop(worker);
+            listener
+        };
+        let (error, _listener) = tokio::join!(pool.send(ask), cuts_twice);
+        let error = error.unwrap_err();
+        assert!(matches!(error, UpstreamError::Broken(_)), "{error:?}");
+    }
 }

@@ -170,7 +170,9 @@ impl<'a> Attempt<'a> {
                 Ok(Err(UpstreamError::Connect(why) | UpstreamError::Slow(why))) => {
                     Err(Failure::Connect(why))
                 }
-                Ok(Err(UpstreamError::Broken(why))) => Err(Failure::Broken(why)),
+                Ok(Err(UpstreamError::Broken(why) | UpstreamError::Ended(why))) => {
+                    Err(Failure::Broken(why))
+                }
                 Err(_) => Err(Failure::Timeout),
             },
             () = lifeline.cancelled() => Err(Failure::Gone),

@@ -262,7 +262,7 @@ impl Sending {
                     ..error
                 });
             }
-            Ok(Err(UpstreamError::Broken(why))) => {
+            Ok(Err(UpstreamError::Broken(why) | UpstreamError::Ended(why))) => {
                 let why = format!("ended the connection before its answer: {why}");
                 return Err(self.lost(Failure::Unreachable, &why));
             }
