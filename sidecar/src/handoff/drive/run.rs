@@ -161,6 +161,7 @@ impl Run {
         if ended {
             self.finish_answer().await;
         }
+        // It is booked while it holds a cache.
         if !handoff.occupies_prefill() {
             self.release_prefill(self.fetched || self.prefill_answered.is_some());
         }
@@ -596,15 +597,12 @@ impl Run {
         self.pair.prefill.release(&outcome, Instant::now());
     }
 
-    /// Ends the decode worker's booking with the client's answer; the prefill worker's lasts while it holds a cache.
+    /// Ends the decode worker's booking with the client's answer.
     fn release_decode(&mut self, handoff: &Handoff) {
         if self.decode.is_none() && self.pair.decode.is_booked() {
             let now = Instant::now();
             let booking = self.count_end(handoff.outcome(), now);
             self.pair.decode.release(&booking, now);
-        }
-        if !handoff.is_open() {
-            self.release_prefill(self.fetched || self.prefill_answered.is_some());
         }
     }
 
