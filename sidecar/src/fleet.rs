@@ -3,6 +3,7 @@
 //! The router knows caches and loads; this knows connections, health and breakers, and tells the router one thing of
 //! each worker: whether it may be chosen.
 
+mod knowledge;
 mod pulse;
 mod telling;
 mod worker;
@@ -16,6 +17,7 @@ use kvlane::{Error, ErrorKind, Role, Router, WorkerId};
 use parking_lot::RwLock;
 use tracing::warn;
 
+pub(crate) use knowledge::Knowledge;
 pub use pulse::{Beat, Counts, Pulse};
 pub(crate) use worker::InFlight;
 pub(crate) use worker::Streams;

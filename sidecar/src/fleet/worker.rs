@@ -11,6 +11,7 @@ use parking_lot::{Mutex, RwLock};
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
+use super::knowledge::{Description, Knowledge};
 use super::pulse::Pulse;
 use super::telling::Telling;
 use crate::config::{Config, WorkerConfig, seconds};
@@ -78,28 +79,6 @@ struct Standing {
     draining: bool,
     /// Cancelled when the worker goes down, to wake whoever waits for its first byte; replaced when it comes back.
     lifeline: CancellationToken,
-}
-
-/// What an engine says of itself, and what that contradicts.
-#[derive(Clone, Debug, Default, PartialEq)]
-struct Description {
-    /// As it answers questions.
-    answered: Described,
-    /// As its metrics show.
-    measured: Described,
-    /// The engine was asked, and answered if only that it does not know.
-    was_asked: bool,
-    mismatches: Vec<String>,
-}
-
-impl Description {
-    fn whole(&self) -> Described {
-        let mut whole = self.answered.clone();
-        whole.block_size = self.measured.block_size.or(whole.block_size);
-        whole.kv_blocks = self.measured.kv_blocks.or(whole.kv_blocks);
-        whole.dp_ranks = self.measured.dp_ranks.or(whole.dp_ranks);
-        whole
-    }
 }
 
 /// Where a worker's events are followed.
@@ -326,10 +305,18 @@ impl Worker {
         self.description.read().whole()
     }
 
+    /// Returns what is known of it at the moment, uncopied.
+    pub(crate) fn knowledge(&self) -> Knowledge {
+        Knowledge {
+            description: Arc::clone(&self.description.read()),
+            models: self.models(),
+            labels: self.labels(),
+        }
+    }
+
     /// Returns what its engine says of itself; `None` before it was asked.
     pub(crate) fn description(&self) -> Option<Described> {
-        let description = self.description.read();
-        description.was_asked.then(|| description.whole())
+        self.description.read().told()
     }
 
     /// Returns what its engine answered, its metrics aside.

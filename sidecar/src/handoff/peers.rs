@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use hyper::StatusCode;
 use hyper::header::HeaderValue;
 use kvlane::{Role, WorkerId};
-use parking_lot::RwLock;
+use parking_lot::{Mutex, RwLock};
 use serde::Serialize;
 use serde_json::Value;
 use tokio::sync::Notify;
@@ -19,7 +19,7 @@ use tokio_util::task::TaskTracker;
 use tracing::debug;
 
 use super::connector::Connector;
-use crate::fleet::{Fleet, Model, Worker};
+use crate::fleet::{Fleet, Knowledge, Model, Worker};
 use crate::forward::upstream::Pool;
 use crate::net::HostPort;
 use crate::scrape;
@@ -43,18 +43,13 @@ pub struct PeerFacts {
 
 impl PeerFacts {
     /// Puts together what a worker's engine and its labels say; `None` before the engine was asked.
-    fn told(worker: &Worker) -> Option<Self> {
-        let described = worker.description()?;
+    fn told(knowledge: &Knowledge) -> Option<Self> {
+        let described = knowledge.described()?;
         let own = |model: &&Model| !model.is_adapter;
-        let models = worker.models();
-        let mut models: Vec<_> = models
-            .iter()
-            .filter(own)
-            .map(|model| model.id.clone())
-            .collect();
+        let models = knowledge.models.iter().filter(own);
+        let mut models: Vec<_> = models.map(|model| model.id.clone()).collect();
         models.sort_unstable();
-        let labels = worker.labels();
-        let label = labels.get("connector");
+        let label = knowledge.labels.get("connector");
         Some(Self {
             version: described.version,
             models,
@@ -75,6 +70,8 @@ pub struct Peer {
     facts: Arc<PeerFacts>,
     /// What it was told by the engine and the labels alone.
     told: PeerFacts,
+    /// What that was put together from.
+    knowledge: Mutex<Knowledge>,
     /// When its bootstrap service was asked, where it may have one.
     asked: Option<Instant>,
     /// Something that rests on it has failed.
@@ -98,6 +95,13 @@ impl Peer {
         self.asked
             .is_some_and(|at| self.doubted.load(Ordering::Relaxed) || at.elapsed() >= AGAIN)
     }
+}
+
+/// What a worker's engine and labels say, and what that was put together from.
+#[derive(Debug)]
+struct Told {
+    facts: PeerFacts,
+    knowledge: Knowledge,
 }
 
 /// Keeps what is known of workers up to date.
@@ -209,7 +213,7 @@ impl Shared {
                 let Some(told) = self.news(worker).filter(|_| !asking.contains_key(id)) else {
                     continue;
                 };
-                if has_bootstrap(worker, &told) {
+                if has_bootstrap(worker, &told.facts) {
                     let (shared, worker) = (Arc::clone(&self), Arc::clone(worker));
                     let task = tasks.spawn(async move { shared.ask(worker, told).await });
                     asking.insert(id.clone(), task);
@@ -225,26 +229,38 @@ impl Shared {
     }
 
     /// Returns what a worker's engine and labels say, where that is new or its bootstrap service is to be asked again.
-    fn news(&self, worker: &Arc<Worker>) -> Option<PeerFacts> {
-        let told = PeerFacts::told(worker)?;
+    fn news(&self, worker: &Arc<Worker>) -> Option<Told> {
         let known = self.known.read();
         let peer = known.get(&worker.config.id);
-        let is_new = peer.is_none_or(|peer| {
-            let is_other = !Arc::ptr_eq(&peer.worker, worker) || peer.told != told;
-            is_other || peer.asked.is_some() != has_bootstrap(worker, &told) || peer.is_due()
+        // All else is news.
+        let peer = peer.filter(|peer| {
+            let was_asked = peer.asked.is_some();
+            let is_same = Arc::ptr_eq(&peer.worker, worker);
+            is_same && was_asked == has_bootstrap(worker, &peer.told) && !peer.is_due()
         });
-        is_new.then_some(told)
+        let knowledge = worker.knowledge();
+        if peer.is_some_and(|peer| peer.knowledge.lock().is_same(&knowledge)) {
+            return None;
+        }
+        let facts = PeerFacts::told(&knowledge)?;
+        if let Some(peer) = peer
+            && peer.told == facts
+        {
+            *peer.knowledge.lock() = knowledge;
+            return None;
+        }
+        Some(Told { facts, knowledge })
     }
 
-    async fn ask(&self, worker: Arc<Worker>, told: PeerFacts) {
+    async fn ask(&self, worker: Arc<Worker>, told: Told) {
         let engines = self.engines(&worker).await;
         self.keep(&worker, told, Some(engines));
     }
 
     /// Keeps what is known of a worker: what it told, and the engine ids if its bootstrap service was asked for them.
-    fn keep(&self, worker: &Arc<Worker>, told: PeerFacts, engines: Option<BTreeMap<u32, String>>) {
+    fn keep(&self, worker: &Arc<Worker>, told: Told, engines: Option<BTreeMap<u32, String>>) {
         let asked = engines.is_some().then(Instant::now);
-        let mut facts = told.clone();
+        let mut facts = told.facts.clone();
         facts.engines = engines.unwrap_or_default();
         if !facts.engines.is_empty() {
             facts.connector = Some(Connector::Mooncake);
@@ -252,7 +268,8 @@ impl Shared {
         debug!(worker = worker.id(), ?facts, "what it hands over with");
         let peer = Peer {
             facts: Arc::new(facts),
-            told,
+            told: told.facts,
+            knowledge: Mutex::new(told.knowledge),
             asked,
             doubted: AtomicBool::new(false),
             worker: Arc::clone(worker),
