@@ -292,7 +292,7 @@ mod tests {
     use crate::forward::breaker::Verdict;
     use crate::pool::member::{Fact, MemberState, Probe};
 
-    fn fleet() -> Fleet {
+    pub(super) fn fleet() -> Fleet {
         let mut router = RouterConfig::default();
         router.index = IndexMode::Approximate;
         Fleet::new(
@@ -302,7 +302,7 @@ mod tests {
         )
     }
 
-    fn w1(fleet: &Fleet) -> Arc<Worker> {
+    pub(super) fn w1(fleet: &Fleet) -> Arc<Worker> {
         let config = WorkerConfig::new("w1", "http://127.0.0.1:9").unwrap();
         fleet.add(config, Instant::now()).unwrap()
     }

@@ -71,7 +71,7 @@ struct Standing {
     told: Arc<WorkerConfig>,
     /// The role was set since it was added: the engine's own word does not change it any more.
     is_role_asked: bool,
-    /// When this life began, and what the log was last told of its health.
+    /// When its process was first looked at, and what the log was last told of its health.
     begun: Instant,
     telling: Telling,
     /// What was last told to the router.
@@ -427,25 +427,23 @@ impl Worker {
         epoch: Epoch,
         parts: (&Config, &Arc<Router>, &Metrics),
     ) -> Self {
-        let (member, told, source, instance, is_role_asked) = {
-            let standing = self.standing.lock();
-            (
-                standing.member.reborn(epoch),
-                Arc::clone(&standing.told),
-                Arc::clone(&standing.source),
-                standing.instance.clone(),
-                standing.is_role_asked,
-            )
-        };
+        let before = self.standing.lock();
         let sighting = Sighting {
             worker: config,
-            instance,
+            instance: before.instance.clone(),
             phase: Phase::Serving,
         };
-        let next = Self::new(sighting, told, source, member, parts);
-        // It is the same process, of which all of this was learned.
+        let (told, source) = (Arc::clone(&before.told), Arc::clone(&before.source));
+        let next = Self::new(sighting, told, source, before.member.reborn(epoch), parts);
+        {
+            // It is the same process, of which all of this was learned and told.
+            let mut standing = next.standing.lock();
+            standing.is_role_asked = before.is_role_asked;
+            standing.begun = before.begun;
+            standing.telling = before.telling;
+        }
+        drop(before);
         *next.description.write() = Arc::clone(&self.description.read());
-        next.standing.lock().is_role_asked = is_role_asked;
         next
     }
 
@@ -675,5 +673,26 @@ pub(crate) struct InFlight(Arc<Worker>);
 impl Drop for InFlight {
     fn drop(&mut self) {
         self.0.in_flight.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::super::tests::{fleet, w1};
+    use super::*;
+
+    #[test]
+    fn another_life_of_a_process_is_not_told_of_again() {
+        let fleet = fleet();
+        let old = w1(&fleet);
+        old.probed(&Probe::Healthy);
+        std::thread::sleep(Duration::from_millis(1));
+        let next = fleet.replace(&old, old.config.clone(), Instant::now());
+        let next = next.unwrap();
+        let standing = next.standing.lock();
+        assert_eq!(standing.telling, Telling::Healthy);
+        assert_eq!(standing.begun, old.standing.lock().begun);
     }
 }
