@@ -13,6 +13,7 @@ mod kubernetes;
 pub(crate) mod mask;
 mod planner;
 mod processes;
+mod strict;
 mod worker;
 
 use std::fmt;

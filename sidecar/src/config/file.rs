@@ -8,6 +8,7 @@ use serde_path_to_error::Segment;
 use serde_saphyr::Spanned;
 
 use super::keys::{self, ROUTER_KEYS};
+use super::strict::Strict;
 use super::{Config, ConfigError, WorkerConfig};
 use super::{discovery, handoff, planner, processes, worker};
 
@@ -42,10 +43,6 @@ pub(super) fn apply_key(config: &mut Config, key: &str, value: &Value) -> Result
         let workers = read_workers(value).map_err(|error| format!("workers{error}"))?;
         config.workers.extend(workers);
         return Ok(());
-    }
-    // A list would be read as the values of the keys in their order.
-    if ["discovery", "handoff"].contains(&key) && !value.is_object() {
-        return Err(format!("{key}: a mapping of its keys is accepted"));
     }
     if key == "discovery" {
         return discovery::set(config, value);
@@ -118,7 +115,7 @@ fn read_workers(value: &Value) -> Result<Vec<WorkerConfig>, String> {
 
 /// Reads a section; what is not accepted is named by its path from `place` on.
 pub(super) fn section<T: DeserializeOwned>(place: &str, value: Value) -> Result<T, String> {
-    serde_path_to_error::deserialize(value).map_err(|error| {
+    serde_path_to_error::deserialize(Strict(value)).map_err(|error| {
         let mut named = place.to_owned();
         for step in error.path().iter() {
             let step = match step {
@@ -145,7 +142,6 @@ fn plain(error: &serde_json::Error) -> String {
         "f64" => "a number",
         "u16" => "0 to 65,535",
         "u32" | "u64" | "usize" => "a whole number from 0 on",
-        accepted if accepted.starts_with("struct ") => "a mapping",
         accepted => accepted,
     };
     format!("{before}, expected {accepted}")

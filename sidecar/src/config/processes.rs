@@ -423,11 +423,6 @@ pub(super) fn set(config: &mut Config, value: &Value) -> Result<(), String> {
         .as_array()
         .ok_or("processes: a list of templates is accepted")?;
     let read = |(index, value): (usize, &Value)| {
-        if !value.is_object() {
-            return Err(format!(
-                "processes[{index}]: a mapping with name and command is accepted"
-            ));
-        }
         let template: ProcessTemplate =
             file::section(&format!("processes[{index}]"), value.clone())?;
         let checked = template.validate();

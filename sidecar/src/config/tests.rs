@@ -319,6 +319,52 @@ fn what_a_section_does_not_accept_is_named_by_its_path() {
 }
 
 #[test]
+fn a_list_for_a_mapping_is_refused_in_every_section() {
+    let handoff = |more: &str| {
+        format!("handoff: {{kv_bytes_per_token: 1, link_bytes_per_second: 2, {more}}}")
+    };
+    let process = "{name: p, command: [e, '{port}'], restart: [1, 60, 5, 600]}";
+    let mut cases = vec![
+        ("handoff: [64, 1e9]".to_owned(), "handoff: "),
+        (handoff("planner: [0.5, 0.05]"), "handoff.planner: "),
+        (handoff("links: [[a, b, 6e9]]"), "handoff.links[0]: "),
+        ("discovery: [w.yaml, 2]".to_owned(), "discovery: "),
+        (
+            "discovery: {dns: [[n, 1]]}".to_owned(),
+            "discovery.dns[0]: ",
+        ),
+        (
+            "discovery: {kubernetes: [[app=vllm]]}".to_owned(),
+            "discovery.kubernetes[0]: ",
+        ),
+        (
+            "processes: [[p, [e, '{port}']]]".to_owned(),
+            "processes[0]: ",
+        ),
+        (format!("processes: [{process}]"), "processes[0].restart: "),
+        ("planner: [act, 1]".to_owned(), "planner: "),
+        ("planner: {prefill: [1, 2]}".to_owned(), "planner.prefill: "),
+        ("router: [16, events]".to_owned(), "router: "),
+        ("workers: [[w, 'http://h:1']]".to_owned(), "workers[0]: "),
+    ];
+    if cfg!(feature = "kubernetes") {
+        let rule = "planner: {scale: [[decode, StatefulSet, d]]}".to_owned();
+        cases.push((rule, "planner.scale[0]: "));
+    }
+    for (text, place) in cases {
+        refused(&text, &[place, "a mapping"]);
+    }
+    // What is no mapping is no mapping of something either.
+    for text in [
+        "discovery: {file: [w.yaml]}",
+        "workers: [{id: w, url: 'http://h:1', labels: [a, b]}]",
+        "processes: [{name: p, command: [e, '{port}'], labels: [a, b]}]",
+    ] {
+        refused(text, &["accepted"]);
+    }
+}
+
+#[test]
 fn every_section_can_be_given_as_a_flag() {
     let config = Config::from_args(&args(&[
         "--set",
@@ -335,7 +381,8 @@ fn every_section_can_be_given_as_a_flag() {
     assert_eq!((config.workers.len(), config.router.seed), (1, Some(3)));
     let wrong = Config::from_args(&args(&["--set", "discovery=x"])).unwrap_err();
     assert!(
-        wrong.to_string().contains("--set discovery: a mapping"),
+        wrong.to_string().contains("--set discovery: not accepted")
+            && wrong.to_string().contains("a mapping of its keys"),
         "{wrong}"
     );
 }
