@@ -13,7 +13,7 @@ const OF_OURS: u64 = 1_024;
 
 /// Asks the system for as many open files as so many clients take, and says when it allows fewer.
 pub(crate) fn allow(clients: usize) {
-    let wanted = OF_OURS.saturating_add(OF_A_CLIENT.saturating_mul(clients as u64));
+    let wanted = wanted(clients);
     let now = getrlimit(Resource::Nofile);
     let raised = raised(now, wanted);
     // What is refused stays as it was.
@@ -28,6 +28,11 @@ pub(crate) fn allow(clients: usize) {
             "few files may be open at once: raise the limit (ulimit -Hn, LimitNOFILE) or lower max_connections"
         );
     }
+}
+
+/// Returns how many files so many clients take.
+const fn wanted(clients: usize) -> u64 {
+    OF_OURS.saturating_add(OF_A_CLIENT.saturating_mul(clients as u64))
 }
 
 /// Returns the limit to ask for: what is wanted, as far as the system's own goes, and never less than there is. `None` is no
@@ -61,11 +66,31 @@ mod tests {
     }
 
     #[test]
-    fn this_process_may_open_more_afterwards_or_as_many() {
+    fn a_client_takes_three_files_beside_what_we_keep_open() {
+        for (clients, files) in [(0, 1_024), (16, 1_072), (16_384, 50_176)] {
+            assert_eq!(wanted(clients), files);
+        }
+        assert_eq!(wanted(usize::MAX), u64::MAX);
+    }
+
+    #[test]
+    fn this_process_may_open_as_many_as_are_asked_for() {
         let before = getrlimit(Resource::Nofile);
-        allow(16);
+        // Lower than the system allows, so that there is something to raise.
+        let lower = Rlimit {
+            current: before.current.map(|current| current - OF_A_CLIENT),
+            maximum: before.maximum,
+        };
+        setrlimit(Resource::Nofile, lower).unwrap();
+        let more = before.current.unwrap_or(0) / OF_A_CLIENT;
+        let clients = usize::try_from(more).unwrap();
+        allow(clients);
+        let expected = raised(lower, wanted(clients));
         let after = getrlimit(Resource::Nofile);
-        assert_eq!(after.maximum, before.maximum);
-        assert!(after.current.unwrap_or(u64::MAX) >= before.current.unwrap_or(u64::MAX));
+        assert_eq!(
+            (after.current, after.maximum),
+            (expected.current, expected.maximum)
+        );
+        assert!(before.current.is_none() || after.current > lower.current);
     }
 }
