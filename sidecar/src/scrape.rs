@@ -212,8 +212,7 @@ async fn describe(worker: &Worker, fleet: &Fleet) -> bool {
 
 /// Reads load and capacity.
 async fn read_loop(worker: &Worker, interval: Duration) {
-    // Workers added together are asked at different moments.
-    tokio::time::sleep(interval.mul_f64(fastrand::f64() * 0.2)).await;
+    tokio::time::sleep(first_pause(interval)).await;
     loop {
         let asked = Instant::now();
         match get(worker, "/metrics", 8 << 20, interval.max(MIN_PROBE_TIMEOUT)).await {
@@ -271,6 +270,11 @@ const fn as_report(load: &Load) -> LoadReport {
         waiting: load.waiting,
         kv_usage: load.kv_usage,
     }
+}
+
+/// Lets workers that were added together be asked at different moments, within a fifth of the interval.
+fn first_pause(interval: Duration) -> Duration {
+    interval.mul_f64(0.2 * fastrand::f64())
 }
 
 /// Spreads askers by a twentieth, so that they do not fall into step.
@@ -355,4 +359,35 @@ pub async fn fetch(
     tokio::time::timeout(timeout, whole)
         .await
         .unwrap_or(Err(FetchError::Timeout))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Holds a pause that is drawn anew each time against its range, of which it must use nearly all.
+    fn is_spread(draw: fn(Duration) -> Duration, from: f64, to: f64) {
+        let interval = Duration::from_secs(10);
+        let seconds = || draw(interval).as_secs_f64();
+        let (mut least, mut most) = (f64::MAX, 0.0_f64);
+        for drawn in std::iter::repeat_with(seconds).take(1_000) {
+            least = least.min(drawn);
+            most = most.max(drawn);
+        }
+        let tenth = (to - from) / 10.0;
+        assert!(
+            (from..from + tenth).contains(&least),
+            "{least} of {from} to {to}"
+        );
+        assert!(
+            (to - tenth..=to).contains(&most),
+            "{most} of {from} to {to}"
+        );
+    }
+
+    #[test]
+    fn pauses_are_spread_over_their_whole_range() {
+        is_spread(first_pause, 0.0, 2.0);
+        is_spread(jittered, 9.5, 10.5);
+    }
 }
