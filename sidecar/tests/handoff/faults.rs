@@ -9,10 +9,10 @@ use kvlane_sidecar::engine::EngineConfig;
 use kvlane_sidecar::handoff::{Connector, FallbackReason};
 use parking_lot::Mutex;
 
-use crate::eventually;
 use crate::gate::{Act, Hook, always, first};
 use crate::served::{COMPLETIONS, alone, completion, read};
 use crate::world::{Plan, Reply, World, engine};
+use crate::{answers_quickly, eventually};
 
 /// Asks for both shapes; the answers must be those of one worker.
 async fn served_all_the_same(plan: impl Fn() -> Plan, reason: FallbackReason) {
@@ -402,12 +402,7 @@ async fn failures_reach_the_client_within_100_ms() {
         },
     ];
     for plan in failing {
-        let mut quickest = Duration::MAX;
-        // The machine may be busy: tried until one is quick.
-        for _ in 0..40 {
-            if quickest < Duration::from_millis(100) {
-                break;
-            }
+        answers_quickly("a broken leg", async || {
             let failed: Arc<Mutex<Option<Instant>>> = Arc::default();
             let note = failed.clone();
             let hook: Hook = Arc::new(move |_, _| {
@@ -419,10 +414,11 @@ async fn failures_reach_the_client_within_100_ms() {
             });
             let world = World::start(plan(hook)).await;
             is_bad_gateway(&world.ask(COMPLETIONS, &completion(1, true)).await);
-            quickest = quickest.min(failed.lock().unwrap().elapsed());
+            let took = failed.lock().unwrap().elapsed();
             world.is_clean().await;
-        }
-        assert!(quickest < Duration::from_millis(100), "{quickest:?}");
+            took
+        })
+        .await;
     }
 }
 

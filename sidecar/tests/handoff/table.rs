@@ -23,10 +23,10 @@ use kvlane_sidecar::handoff::Connector;
 use parking_lot::Mutex;
 use serde_json::Value;
 
-use crate::eventually;
 use crate::gate::{Act, Hook, always};
 use crate::served::{CHAT, COMPLETIONS, alone, chat, completion, read};
 use crate::world::{Plan, World};
+use crate::{answers_quickly, eventually};
 
 const PROTOCOLS: [Connector; 3] = Connector::ALL;
 
@@ -42,11 +42,6 @@ enum Cell {
     /// The protocol knows no such fault.
     None,
 }
-
-/// From when a failure can be noticed until the client has its answer.
-const LIMIT: Duration = Duration::from_millis(100);
-/// The machine may be busy: it is tried so often until one is quick.
-const TRIES: usize = 40;
 
 /// A fault on its way: when it happened, and the world for those that change it.
 #[derive(Clone, Default)]
@@ -103,15 +98,10 @@ async fn row(cells: [Cell; 3], expected: &[Refusal], plan: impl Fn(Connector, &F
         }
         for (path, body) in shapes() {
             let words = alone(path, &body).await;
-            let mut quickest = Duration::MAX;
-            for _ in 0..TRIES {
-                let took = play(connector, (path, &body), (cell, &words), expected, &plan).await;
-                quickest = quickest.min(took);
-                if quickest < LIMIT {
-                    break;
-                }
-            }
-            assert!(quickest < LIMIT, "{connector:?} {path}: {quickest:?}");
+            answers_quickly(&format!("{connector:?} {path}"), async || {
+                play(connector, (path, &body), (cell, &words), expected, &plan).await
+            })
+            .await;
         }
     }
 }
