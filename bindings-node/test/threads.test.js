@@ -27,7 +27,7 @@ async function publisher(t) {
 
 /** Runs a script in a process of its own, which must end by itself. */
 function run(script, ...flags) {
-  return promisify(execFile)(process.execPath, [...flags, '-e', script], { timeout: 20_000 })
+  return promisify(execFile)(process.execPath, [...flags, '-e', script], { timeout: 60_000 })
 }
 
 test('events are followed, and waitReady waits for them', async (t) => {
@@ -223,7 +223,7 @@ test('long prompts hold the loop for less than 20 ms', async () => {
         for (let call = 0; call < 50; call++) { kv.select(prompt).release(); await turn() }
         worst[name] = Infinity
         // What the calls do, they do in every round; what a busy machine does, in some.
-        for (let round = 0; round < 5; round++) {
+        for (let round = 0; round < 25 && worst[name] >= 20; round++) {
           let late = 0
           let last = performance.now()
           const timer = setInterval(() => { late = Math.max(late, performance.now() - last - 1); last = performance.now() }, 1)
