@@ -490,6 +490,10 @@ impl Entry {
             // What says nothing of the role takes back nothing that another source said.
             self.sighting.worker.role = sighting.worker.role;
         }
+        if sighting.worker.labels.is_empty() {
+            // Nor what another source said of labels.
+            self.sighting.worker.labels.clear();
+        }
     }
 
     fn follow(&mut self, next: &Sighting, hands: &impl Hands, now: Instant, drain: Duration) {

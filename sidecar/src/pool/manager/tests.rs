@@ -336,6 +336,8 @@ fn another_source_that_lists_the_same_process_goes_on_with_it() {
     let mut said = seen("a", "");
     said.worker.events = Some("tcp://h:5557".to_owned());
     said.worker.give(Some(Role::Prefill), None);
+    let nixl = BTreeMap::from([("connector".to_owned(), "nixl".to_owned())]);
+    said.worker.labels.clone_from(&nixl);
     bench.listed(bench.file, &[said.clone()]);
     // A name server knows an address and nothing else.
     bench.listed(dns, &[seen("a", "")]);
@@ -343,7 +345,14 @@ fn another_source_that_lists_the_same_process_goes_on_with_it() {
     let life = bench.hands.life("a").unwrap();
     assert_eq!((life.number, &*life.source, life.listed), (1, "dns", true));
     assert_eq!(life.sighting.worker.role, Role::Prefill);
+    assert_eq!(life.sighting.worker.labels, nixl);
     assert_eq!(bench.manager.report().conflicts, []);
+    bench.listed(dns, &[seen("a", "")]);
+    assert_eq!(
+        bench.hands.life("a").unwrap().sighting.worker.labels,
+        nixl,
+        "its next list says no labels either"
+    );
     bench.listed(bench.file, &[said]);
     bench.listed(dns, &[]);
     let life = bench.hands.life("a").unwrap();
@@ -353,11 +362,13 @@ fn another_source_that_lists_the_same_process_goes_on_with_it() {
     // Nobody listed it for a moment, and it is still there.
     let mut decode = seen("a", "");
     decode.worker.give(Some(Role::Decode), None);
+    decode.worker.labels.insert("zone".into(), "x".into());
     bench.listed(dns, &[decode]);
     bench.pass(90.0);
     let life = bench.hands.life("a").unwrap();
     assert_eq!((life.number, &*life.source, life.listed), (1, "dns", true));
     assert_eq!(life.sighting.worker.role, Role::Decode);
+    assert_eq!(life.sighting.worker.labels["zone"], "x");
 }
 
 #[test]
