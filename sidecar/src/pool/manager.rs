@@ -82,6 +82,8 @@ struct Entry {
     sighting: Sighting,
     /// What each source that lists the name called this life when it first told of it.
     words: BTreeMap<SourceId, String>,
+    /// Whose it is, and whose it was before it was handed over.
+    owners: BTreeSet<SourceId>,
     is_unlisted: bool,
     leaving: Option<Leaving>,
 }
@@ -303,6 +305,7 @@ impl Entry {
         Self {
             source,
             words: BTreeMap::from([(source, sighting.instance.clone())]),
+            owners: BTreeSet::from([source]),
             sighting,
             is_unlisted: false,
             leaving: None,
@@ -340,6 +343,10 @@ impl Desk {
         let (sources, drain) = (&self.sources, self.drain);
         self.members.retain(|id, entry| {
             entry.hear(id, sources);
+            if entry.has_begun_anew(id, sources) {
+                hands.remove(id, "another process has its name");
+                return false;
+            }
             let source = &sources[entry.source.0];
             let Some(sighting) = source.sees(id) else {
                 if source.absence == Absence::Ended {
@@ -463,21 +470,37 @@ impl Entry {
         }
     }
 
+    /// Tells whether a source that it belongs to, or did before it was handed over, calls the life by another name now.
+    fn has_begun_anew(&self, id: &WorkerId, sources: &[Source]) -> bool {
+        self.owners.iter().any(|owner| {
+            let sighting = sources[owner.0].sees(id);
+            sighting.is_some_and(|sighting| self.words.get(owner) != Some(&sighting.instance))
+        })
+    }
+
     /// Finds another source that lists this life, now that its own does not. What it calls the life must not have changed since
-    /// it first told of it.
+    /// it first told of it, nor contradict those that the life belonged to. One that was about to go does not stay for a source
+    /// that has not heard of that yet.
     fn heir<'a>(
         &self,
         id: &WorkerId,
         sources: &'a [Source],
         hands: &impl Hands,
     ) -> Option<(SourceId, &'a Sighting)> {
+        if self.sighting.phase == Phase::Leaving {
+            return None;
+        }
+        let may_be_this = |instance: &str| {
+            let mut owners = self.owners.iter().filter_map(|owner| self.words.get(owner));
+            owners.all(|word| may_be_one_instance(word, instance))
+        };
         let numbered = (0..).map(SourceId).zip(sources);
         let others = numbered.filter(|(number, _)| *number != self.source);
         let mut seen = others.filter_map(|(number, source)| Some((number, source.sees(id)?)));
         seen.find(|(number, sighting)| {
             sighting.phase != Phase::Leaving
                 && self.words.get(number) == Some(&sighting.instance)
-                && may_be_one_instance(&self.sighting.instance, &sighting.instance)
+                && may_be_this(&sighting.instance)
                 && hands.is_described_by(id, &sighting.worker)
         })
     }
@@ -485,6 +508,7 @@ impl Entry {
     /// Takes another source for its own.
     fn become_of(&mut self, source: SourceId, sighting: &Sighting) {
         self.source = source;
+        self.owners.insert(source);
         self.sighting.instance.clone_from(&sighting.instance);
         if !sighting.worker.says_role() {
             // What says nothing of the role takes back nothing that another source said.

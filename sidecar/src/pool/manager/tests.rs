@@ -408,6 +408,68 @@ fn a_process_that_began_anew_unseen_by_its_source_is_another_life_to_the_next_on
     assert!(!may_be_one_instance("uid-1", "uid-10"));
 }
 
+#[test]
+fn a_restart_that_a_former_owner_tells_of_is_another_life() {
+    for is_listed_before in [true, false] {
+        let mut bench = Bench::new();
+        let (dns, _) = bench.manager.attach("dns", Absence::Left);
+        bench.listed(bench.file, &[seen("a", "uid-1")]);
+        if is_listed_before {
+            bench.listed(dns, &[seen("a", "")]);
+            bench.listed(bench.file, &[]);
+        } else {
+            bench.listed(bench.file, &[]);
+            bench.listed(dns, &[seen("a", "")]);
+        }
+        bench.pass(90.0);
+        let life = bench.hands.life("a").unwrap();
+        assert_eq!((life.number, &*life.source), (1, "dns"));
+        bench.listed(bench.file, &[seen("a", "uid-1")]);
+        assert_eq!(bench.number("a"), Some(1), "the same process");
+        bench.listed(bench.file, &[seen("a", "uid-2")]);
+        let life = bench.hands.life("a").unwrap();
+        assert_eq!((life.number, &*life.source), (2, "file"));
+        bench.listed(bench.file, &[seen("a", "uid-2")]);
+        bench.listed(bench.file, &[]);
+        let life = bench.hands.life("a").unwrap();
+        assert_eq!((life.number, &*life.source, life.listed), (2, "dns", true));
+    }
+}
+
+#[test]
+fn what_a_former_owner_called_a_life_is_not_forgotten_over_a_source_of_fewer_words() {
+    let mut bench = Bench::new();
+    let (dns, _) = bench.manager.attach("dns", Absence::Left);
+    let (slices, _) = bench.manager.attach("slices", Absence::Left);
+    bench.listed(bench.file, &[seen("a", "uid-1")]);
+    bench.listed(dns, &[seen("a", "")]);
+    bench.listed(bench.file, &[]);
+    bench.listed(slices, &[seen("a", "uid-2")]);
+    bench.listed(dns, &[]);
+    assert!(!bench.hands.life("a").unwrap().listed);
+    bench.pass(1.0);
+    assert_eq!(bench.number("a"), Some(2));
+}
+
+#[test]
+fn one_that_is_about_to_go_does_not_stay_for_a_source_that_is_late() {
+    let mut bench = Bench::new();
+    let (dns, _) = bench.manager.attach("dns", Absence::Left);
+    bench.hands.busy.borrow_mut().insert(id("a"));
+    bench.listed(bench.file, &[seen("a", "")]);
+    bench.listed(dns, &[seen("a", "")]);
+    bench.listed(bench.file, &[leaving("a", "")]);
+    bench.listed(bench.file, &[]);
+    let life = bench.hands.life("a").unwrap();
+    assert_eq!(
+        (life.number, life.sighting.phase, life.listed),
+        (1, Phase::Leaving, false)
+    );
+    bench.hands.busy.borrow_mut().clear();
+    bench.pass(1.0);
+    assert_eq!(bench.number("a"), Some(2), "it finished what it had first");
+}
+
 /// No source here tells of another life, so a life may only end while nobody lists its name.
 #[test]
 fn in_a_thousand_random_orders_no_life_ends_while_some_source_lists_it() {
