@@ -1,5 +1,6 @@
 //! What an engine writes, kept within bounds.
 
+use std::cmp::Reverse;
 use std::collections::{BTreeSet, VecDeque};
 use std::fs::{File, OpenOptions};
 use std::io::{self, PipeReader, Read, Write};
@@ -95,7 +96,11 @@ impl Log {
     pub(super) fn lines(&self) -> Vec<String> {
         let bytes: Vec<u8> = self.kept.lock().iter().copied().collect();
         let mut text = String::from_utf8_lossy(&bytes).into_owned();
-        for secret in &*self.hidden.lock() {
+        let hidden = self.hidden.lock();
+        let mut secrets: Vec<&String> = hidden.iter().collect();
+        // One may begin another.
+        secrets.sort_by_key(|secret| Reverse(secret.len()));
+        for secret in secrets {
             if text.contains(secret) {
                 text = text.replace(secret, MASK);
             }
@@ -231,6 +236,15 @@ mod tests {
         log.append(b"args: ['s3cret'] and s3crets of a\n");
         assert_eq!(log.lines(), ["args: ['***'] and ***s of a"]);
         assert_eq!(log.tail(), "last lines: args: ['***'] and ***s of a");
+    }
+
+    #[test]
+    fn a_secret_that_begins_another_leaves_none_of_it() {
+        let log = Log::new("w", 1000, None, 0);
+        let secrets = ["abcd", "abcd-efgh", "efgh"].map(str::to_owned);
+        log.hide(secrets.into_iter());
+        log.append(b"a: abcd-efgh, abcd\n");
+        assert_eq!(log.lines(), ["a: ***, ***"]);
     }
 
     #[test]
