@@ -2,7 +2,12 @@
 //!
 //! A command is shown to whoever may look at the admin listener or read the log, and its arguments may hold keys. What is hidden
 //! is told by its name (`--api-key`, `HF_TOKEN=`, `"password":`), by its place in a URL, or by how it begins. Rather too much is
-//! hidden than too little.
+//! hidden than too little:
+//!
+//! - After a flag, every word up to the next one that begins with `-`: some flags take several values.
+//! - After `name=`, the rest of the word; after `name:`, as after a flag.
+//! - In a word with spaces (`sh -c "..."`, a header) its parts are words. Where quotes, brackets or backslashes stand in it, nobody
+//!   knows where a value ends: all the rest is hidden.
 
 use super::MASK;
 
@@ -12,7 +17,7 @@ pub(crate) fn command(words: &[String]) -> Vec<String> {
     words.iter().map(|word| scan.word(word)).collect()
 }
 
-/// Returns what [`command`] hides of these words.
+/// Returns the values that [`command`] hides of these words, as programs may write them down.
 pub(crate) fn hidden(words: &[String]) -> Vec<String> {
     let mut scan = Scan::default();
     for word in words {
@@ -25,7 +30,9 @@ pub(crate) fn hidden(words: &[String]) -> Vec<String> {
 pub(crate) fn is_secret_name(name: &str) -> bool {
     let parts = parts(name);
     let has = |wanted: &[&str]| parts.iter().any(|part| wanted.contains(&part.as_str()));
-    has(&SECRETS) || has(&["token"]) && !has(&NUMBERS)
+    // `pass_config` is about passes.
+    let ends_in_pass = parts.last().is_some_and(|part| part == "pass");
+    ends_in_pass || has(&SECRETS) || has(&["token"]) && !has(&NUMBERS)
 }
 
 /// Parts of names that tell of a secret.
@@ -75,128 +82,106 @@ fn parts(name: &str) -> Vec<String> {
 #[derive(Default)]
 struct Scan {
     hidden: Vec<String>,
-    /// The word before was a flag whose value, or values, follow.
+    /// The word before was a flag or one of its values.
     is_value: bool,
 }
 
 impl Scan {
     fn word(&mut self, word: &str) -> String {
-        let is_flag = word.starts_with("--");
-        if std::mem::take(&mut self.is_value) && !is_flag && !word.is_empty() {
-            // Some flags take several values.
-            self.is_value = true;
-            self.hidden.push(word.to_owned());
+        self.is_value &= !word.starts_with('-');
+        if self.is_value && !word.is_empty() {
+            self.hide(word);
             return MASK.to_owned();
         }
+        let is_plain = !word.contains(UNCLEAR);
+        let mut is_shown = true;
         let mut shown = String::new();
         let mut rest = word;
-        while let Some(first) = rest.chars().next() {
-            if let Some(after) = rest.strip_prefix("://") {
-                shown.push_str("://");
-                rest = self.user(after, &mut shown);
-                continue;
+        while let Some((before, after)) = self.secret(rest) {
+            if is_shown {
+                shown.push_str(before);
+                shown.push_str(MASK);
             }
-            let name = &rest[..rest.find(|of| !is_of_name(of)).unwrap_or(rest.len())];
-            if name.is_empty() {
-                shown.push(first);
-                rest = &rest[first.len_utf8()..];
-                continue;
-            }
-            rest = &rest[name.len()..];
-            let is_key = BEGINNINGS.iter().any(|begin| name.starts_with(begin));
-            if is_key && name.len() >= SHORTEST_KEY {
-                self.hide(name, &mut shown);
-                continue;
-            }
-            shown.push_str(name);
-            if is_secret_name(name) || name.eq_ignore_ascii_case("bearer") {
-                rest = self.after_name(name, rest, &mut shown);
-            }
+            // Where a URL's user ends is clear everywhere.
+            is_shown &= is_plain || before.ends_with("://");
+            rest = after;
+        }
+        if is_shown {
+            shown.push_str(rest);
         }
         shown
     }
 
-    /// Hides who asks, in what follows the scheme of a URL.
-    fn user<'a>(&mut self, rest: &'a str, shown: &mut String) -> &'a str {
-        let end = rest.find(|of: char| of.is_whitespace() || "/?#\"'".contains(of));
-        let authority = &rest[..end.unwrap_or(rest.len())];
-        let Some((user, _)) = authority.rsplit_once('@') else {
-            return rest;
-        };
-        let password = user.split_once(':').map_or(user, |(_, password)| password);
-        self.hidden.push(password.to_owned());
-        shown.push_str(MASK);
-        &rest[user.len()..]
-    }
-
-    /// Hides the value, or values, of a name, where any follow.
-    fn after_name<'a>(&mut self, name: &str, rest: &'a str, shown: &mut String) -> &'a str {
-        let is_flag = name.starts_with('-');
-        if rest.is_empty() {
-            self.is_value = is_flag;
-            return rest;
-        }
-        let bare = rest.trim_start_matches(['"', '\'', '\\', ' ', '\t']);
-        if let Some(value) = bare.strip_prefix(['=', ':']) {
-            let value = value.trim_start_matches([' ', '\t']);
-            shown.push_str(&rest[..rest.len() - value.len()]);
-            return self.value(value, shown);
-        }
-        let mut rest = rest;
-        while is_flag || name.eq_ignore_ascii_case("bearer") {
-            let value = rest.trim_start();
-            let is_next = value.is_empty() || value.starts_with(['-', '&', '|', ';', '<', '>']);
-            if value.len() == rest.len() || is_next {
-                break;
+    /// Finds the next secret of a text; returns what stands before it and what comes after.
+    fn secret<'a>(&mut self, text: &'a str) -> Option<(&'a str, &'a str)> {
+        let mut rest = text;
+        while let Some(first) = rest.chars().next() {
+            let before = |value: &str| &text[..text.len() - value.len()];
+            if let Some(after) = rest.strip_prefix("://")
+                && let Some(user) = user(after)
+            {
+                self.hide(user.split_once(':').map_or(user, |(_, password)| password));
+                return Some((before(after), &after[user.len()..]));
             }
-            shown.push_str(&rest[..rest.len() - value.len()]);
-            rest = self.value(value, shown);
+            let name = &rest[..rest.find(|of| !is_of_name(of)).unwrap_or(rest.len())];
+            if name.len() >= SHORTEST_KEY && BEGINNINGS.iter().any(|of| name.starts_with(of)) {
+                return Some((before(rest), self.values(rest, true)));
+            }
+            rest = &rest[name.len().max(first.len_utf8())..];
+            let is_bearer = name.eq_ignore_ascii_case("bearer");
+            if !is_bearer && !is_secret_name(name) {
+                continue;
+            }
+            let value = rest.trim_start_matches(['"', '\'', '\\']);
+            let value = value.trim_start_matches(|of: char| of.is_whitespace() || of == ',');
+            if let Some(signed) = value.strip_prefix(['=', ':']) {
+                let signed = signed.trim_start();
+                if !signed.is_empty() {
+                    return Some((before(signed), self.values(signed, value.starts_with('='))));
+                }
+            } else if is_bearer || name.starts_with('-') {
+                self.is_value = value.is_empty();
+                if !value.is_empty() && value.len() < rest.len() && !value.starts_with(ENDS) {
+                    return Some((before(value), self.values(value, false)));
+                }
+            }
         }
-        rest
+        None
     }
 
-    /// Hides one value, which `rest` begins with.
-    fn value<'a>(&mut self, rest: &'a str, shown: &mut String) -> &'a str {
-        let bare = rest.trim_start_matches('\\');
-        let close = match bare.chars().next() {
-            Some('[') => Some(']'),
-            Some('(') => Some(')'),
-            Some(quote @ ('"' | '\'')) => Some(quote),
-            _ => None,
-        };
-        let begin = if close.is_some() { &bare[1..] } else { rest };
-        let opened = &rest[..rest.len() - begin.len()];
-        let end = match close {
-            Some(close) => begin.find(close),
-            None => begin.find(|of: char| of.is_whitespace() || ",;&|)}]\"'".contains(of)),
-        };
-        let value = &begin[..end.unwrap_or(begin.len())];
-        let rest = &begin[value.len()..];
-        shown.push_str(opened);
-        if close.is_none() && SCHEMES.iter().any(|of| value.eq_ignore_ascii_case(of)) {
-            // The name of the scheme stands before the key itself.
-            let key = rest.trim_start();
-            shown.push_str(value);
-            shown.push_str(&rest[..rest.len() - key.len()]);
-            let end = key.find(|of: char| of.is_whitespace() || "\"'".contains(of));
-            let (key, rest) = key.split_at(end.unwrap_or(key.len()));
-            self.hide(key, shown);
-            return rest;
+    /// Hides the value, or values, which a text begins with; returns what comes after.
+    fn values<'a>(&mut self, text: &'a str, is_one: bool) -> &'a str {
+        let mut next = text;
+        loop {
+            let (value, rest) = value(next);
+            self.hide(value);
+            next = rest.trim_start();
+            let is_scheme = SCHEMES.iter().any(|of| value.eq_ignore_ascii_case(of));
+            let is_member = value.ends_with(',') && next.starts_with(['"', '\'']);
+            let is_last = is_one && !is_scheme || is_member || next.len() == rest.len();
+            if is_last || next.is_empty() || next.starts_with(ENDS) {
+                return rest;
+            }
         }
-        self.hide(value, shown);
-        rest
     }
 
-    fn hide(&mut self, value: &str, shown: &mut String) {
-        if value.is_empty() {
-            return;
-        }
-        let quotes = ['"', '\'', '\\', ' ', ','];
-        let single = value.split(quotes).filter(|part| !part.is_empty());
-        self.hidden.extend(single.map(str::to_owned));
-        shown.push_str(MASK);
+    fn hide(&mut self, value: &str) {
+        let between =
+            |of: char| of.is_whitespace() || UNCLEAR.contains(&of) || ",;])}".contains(of);
+        let all = [value.to_owned(), value.replace('\\', "")];
+        let all = all
+            .into_iter()
+            .chain(value.split(between).map(str::to_owned));
+        let is_secret = |of: &String| !of.is_empty() && !SCHEMES.contains(&&*of.to_lowercase());
+        self.hidden.extend(all.filter(is_secret));
     }
 }
+
+/// Where these stand, the end of a value is not clear.
+const UNCLEAR: [char; 7] = ['"', '\'', '\\', '`', '(', '[', '{'];
+
+/// Begin what is no value: flags and what shells know.
+const ENDS: [char; 6] = ['-', '&', '|', ';', '<', '>'];
 
 /// Nothing shorter is taken for a key by its beginning alone.
 const SHORTEST_KEY: usize = 12;
@@ -208,8 +193,49 @@ const fn is_of_name(of: char) -> bool {
     of.is_ascii_alphanumeric() || matches!(of, '_' | '-' | '.')
 }
 
+/// Returns who asks, in what follows the scheme of a URL.
+fn user(text: &str) -> Option<&str> {
+    let end = text.find(|of: char| of.is_whitespace() || "/?#".contains(of));
+    let (user, _) = text[..end.unwrap_or(text.len())].rsplit_once('@')?;
+    Some(user)
+}
+
+/// Splits the value off that a text begins with: what its quotes or brackets hold, or all up to the next space or quote.
+fn value(text: &str) -> (&str, &str) {
+    let bare = text.trim_start_matches('\\');
+    let close = match bare.chars().next() {
+        Some('[') => Some(']'),
+        Some('(') => Some(')'),
+        Some('{') => Some('}'),
+        Some(quote @ ('"' | '\'')) => Some(quote),
+        _ => None,
+    };
+    let inner = close.map_or(bare, |_| &bare[1..]);
+    let are_quotes_escaped = bare.len() < text.len();
+    let mut is_escaped = false;
+    let ends = |of: char| {
+        let is_end = match close {
+            Some(close) => of == close,
+            None => of.is_whitespace() || "\"'".contains(of),
+        };
+        let ends = is_end && (are_quotes_escaped || !is_escaped);
+        is_escaped = of == '\\' && !is_escaped;
+        ends
+    };
+    let end = inner.find(ends).unwrap_or(inner.len());
+    let (value, rest) = inner.split_at(end);
+    (
+        value,
+        close
+            .and_then(|close| rest.strip_prefix(close))
+            .unwrap_or(rest),
+    )
+}
+
 #[cfg(test)]
 mod tests {
+    use std::collections::BTreeSet;
+
     use super::*;
 
     fn shown(words: &[&str]) -> String {
@@ -229,43 +255,95 @@ mod tests {
                 "vllm --api-key *** --port 80",
             ),
             (
-                &["x", "--api-key", "one1", "two2", "-v"],
-                "x --api-key *** *** ***",
+                &["x", "--api-key", "one1", "two2", "-v", "model"],
+                "x --api-key *** *** -v model",
+            ),
+            (
+                &["x", "--password=ab12,cd34;ef&g|h)}]", "m"],
+                "x --password=*** m",
+            ),
+            (&["x", r#"--password="ab12\"cd34""#], "x --password=***"),
+            (
+                &["x", r#"{"key": "ab12\"cd34", "a": 1}"#],
+                r#"x {"key": ***"#,
             ),
             (&["x", "--api-key=s3cret", "m"], "x --api-key=*** m"),
-            (&["env", "HF_TOKEN=s3cret", "x"], "env HF_TOKEN=*** x"),
+            (
+                &["env", "HF_TOKEN=s3cret", "DB_PASS=s3cret", "x"],
+                "env HF_TOKEN=*** DB_PASS=*** x",
+            ),
             (
                 &[
                     "sh",
                     "-c",
-                    "X_PASSWORD='s3 cret' vllm --api-key one two --port 1 && y",
+                    "HF_TOKEN=s3cret vllm serve m --api-key one1 two2 --port 1",
                 ],
-                "sh -c X_PASSWORD='***' vllm --api-key *** *** --port 1 && y",
+                "sh -c HF_TOKEN=*** vllm serve m --api-key *** --port 1",
             ),
             (
-                &["sh", "-c", "x --token s3cret; y"],
-                "sh -c x --token ***; y",
+                &["sh", "-c", "vllm --port 1 X_PASSWORD='s3 -cret' vllm m"],
+                "sh -c vllm --port 1 X_PASSWORD=***",
             ),
             (
-                &["x", r#"{"apiKey": "s3cret", "port": 5}"#],
-                r#"x {"apiKey": "***", "port": 5}"#,
+                &["sh", "-c", "x \"password=one1 two2\" y"],
+                "sh -c x \"password=***",
+            ),
+            (&["sh", "-c", "x --token s3cret; y"], "sh -c x --token ***"),
+            (
+                &["sh", "-c", "x --token s3cret && y"],
+                "sh -c x --token *** && y",
             ),
             (
                 &["x", "{'api_key': ['one1', 'two2'], 'model': 'm'}"],
-                "x {'api_key': [***], 'model': 'm'}",
+                "x {'api_key': ***",
             ),
             (
                 &["curl", "-H", "Authorization: Bearer s3cret"],
-                "curl -H Authorization: Bearer ***",
+                "curl -H Authorization: ***",
             ),
-            (&["curl", "x: bearer s3cret y"], "curl x: bearer *** ***"),
+            (
+                &["x", "authorization=Basic s3cret m"],
+                "x authorization=*** m",
+            ),
+            (&["curl", "x: bearer s3cret"], "curl x: bearer ***"),
+            (&["x", "bearer", "s3cret", ""], "x bearer *** "),
             (
                 &["x", "redis://me:s3cret@host:1/0"],
                 "x redis://***@host:1/0",
             ),
-            (&["x", "hf_0123456789abcdef"], "x ***"),
+            (
+                &["x", r#"{"at": "redis://me:s3'cret@host:1/0", "a": 1}"#],
+                r#"x {"at": "redis://***@host:1/0", "a": 1}"#,
+            ),
+            (&["x", "hf_0123456789abcdef", "m"], "x *** m"),
         ] {
             assert_eq!(shown(words), expected, "{words:?}");
+        }
+    }
+
+    /// What is replaced in logs is the values alone, not all that a command does not show.
+    #[test]
+    fn values_are_told_apart_from_what_follows_them() {
+        for (word, expected) in [
+            ("A_KEY='s3 cret4' vllm m1234", &["cret4", "s3 cret4"][..]),
+            (
+                r#"{"key": "ab12\"cd34", "a": 1}"#,
+                &["ab12", r#"ab12"cd34"#, r#"ab12\"cd34"#, "cd34"],
+            ),
+            (r#"{\"key\": \"ab12\", \"model\": 1}"#, &["ab12", r"ab12\"]),
+            (
+                r#"{"keys": ["one1", "two2"], "model": "m1234"}"#,
+                &[r#""one1", "two2""#, "one1", "two2"],
+            ),
+            ("--api-key one1 'two2' --port \"8000\"", &["one1", "two2"]),
+            ("--api-key=one1,two2", &["one1", "one1,two2", "two2"]),
+            ("Authorization: Bearer s3cret", &["s3cret"]),
+            (r#"{"key": null, "model": "m1234"}"#, &["null", "null,"]),
+            ("A_KEY='a' B_KEY=\"s3cret\" vllm", &["s3cret"]),
+        ] {
+            let found = hidden(&[word.to_owned()]).into_iter();
+            let found: BTreeSet<_> = found.filter(|value| value.len() >= 4).collect();
+            assert_eq!(found.iter().collect::<Vec<_>>(), expected, "{word}");
         }
     }
 
@@ -292,6 +370,7 @@ mod tests {
             &[
                 "--kv-events-config",
                 r#"{"enable_kv_cache_events": true, "endpoint": "tcp://*:5557"}"#,
+                r#"{"pass_config": {"fuse_norm_quant": true}}"#,
             ],
             &[
                 "http://127.0.0.1:80/x?a=b@c",
@@ -336,7 +415,7 @@ mod tests {
                 word.push_str(pieces[random.usize(..pieces.len())]);
             }
             let flag = format!("{word} --password=XYZZYXYZZY");
-            // Inside of a quote that another secret opened, all of it is hidden.
+            // Where another secret stands before it, all of it may be hidden.
             assert!(
                 !command(std::slice::from_ref(&flag))[0].contains("XYZZY"),
                 "{flag}"
