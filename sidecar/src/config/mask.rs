@@ -2,12 +2,8 @@
 //!
 //! A command is shown to whoever may look at the admin listener or read the log, and its arguments may hold keys. What is hidden
 //! is told by its name (`--api-key`, `HF_TOKEN=`, `"password":`), by its place in a URL, or by how it begins. Rather too much is
-//! hidden than too little:
-//!
-//! - After a flag, every word up to the next one that begins with `-`: some flags take several values.
-//! - After `name=`, the rest of the word; after `name:`, as after a flag.
-//! - In a word with spaces (`sh -c "..."`, a header) its parts are words. Where quotes, brackets or backslashes stand in it, nobody
-//!   knows where a value ends: all the rest is hidden.
+//! hidden than too little: after such a name all the rest of its word, and after a flag that ends its word every word up to
+//! the next one that begins with `-`, since some flags take several values.
 
 use super::MASK;
 
@@ -17,7 +13,8 @@ pub(crate) fn command(words: &[String]) -> Vec<String> {
     words.iter().map(|word| scan.word(word)).collect()
 }
 
-/// Returns the values that [`command`] hides of these words, as programs may write them down.
+/// Returns what is to be hidden in all that the program of these words writes: the values, and whatever else stands in the
+/// hidden rest of a word and is long enough to be one.
 pub(crate) fn hidden(words: &[String]) -> Vec<String> {
     let mut scan = Scan::default();
     for word in words {
@@ -93,149 +90,109 @@ impl Scan {
             self.hide(word);
             return MASK.to_owned();
         }
-        let is_plain = !word.contains(UNCLEAR);
-        let mut is_shown = true;
-        let mut shown = String::new();
-        let mut rest = word;
-        while let Some((before, after)) = self.secret(rest) {
-            if is_shown {
-                shown.push_str(before);
-                shown.push_str(MASK);
-            }
-            // Where a URL's user ends is clear everywhere.
-            is_shown &= is_plain || before.ends_with("://");
-            rest = after;
+        let word = self.without_user(word);
+        let Some((before, mut value)) = secret(&word) else {
+            return word;
+        };
+        self.is_value = value.is_empty();
+        if self.is_value {
+            return word;
         }
-        if is_shown {
+        let shown = format!("{before}{MASK}");
+        self.hide(value);
+        // Others in the rest.
+        while let Some((_, next)) = secret(value).filter(|(before, _)| !before.is_empty()) {
+            self.hide(next);
+            value = next;
+        }
+        shown
+    }
+
+    /// Hides who asks, in each URL of a word.
+    fn without_user(&mut self, word: &str) -> String {
+        let mut parts = word.split("://");
+        let mut shown = parts.next().unwrap_or_default().to_owned();
+        for part in parts {
+            shown.push_str("://");
+            let end = part.find(|of: char| of.is_whitespace() || "/?#".contains(of));
+            let user = part[..end.unwrap_or(part.len())].rsplit_once('@');
+            let rest = user.map_or(part, |(user, _)| {
+                self.hide(user.split_once(':').map_or(user, |(_, password)| password));
+                shown.push_str(MASK);
+                &part[user.len()..]
+            });
             shown.push_str(rest);
         }
         shown
     }
 
-    /// Finds the next secret of a text; returns what stands before it and what comes after.
-    fn secret<'a>(&mut self, text: &'a str) -> Option<(&'a str, &'a str)> {
-        let mut rest = text;
-        while let Some(first) = rest.chars().next() {
-            let before = |value: &str| &text[..text.len() - value.len()];
-            if let Some(after) = rest.strip_prefix("://")
-                && let Some(user) = user(after)
-            {
-                self.hide(user.split_once(':').map_or(user, |(_, password)| password));
-                return Some((before(after), &after[user.len()..]));
-            }
-            let name = &rest[..rest.find(|of| !is_of_name(of)).unwrap_or(rest.len())];
-            if name.len() >= SHORTEST_KEY && BEGINNINGS.iter().any(|of| name.starts_with(of)) {
-                return Some((before(rest), self.values(rest, true)));
-            }
-            rest = &rest[name.len().max(first.len_utf8())..];
-            let is_bearer = name.eq_ignore_ascii_case("bearer");
-            if !is_bearer && !is_secret_name(name) {
-                continue;
-            }
-            let value = rest.trim_start_matches(['"', '\'', '\\']);
-            let value = value.trim_start_matches(|of: char| of.is_whitespace() || of == ',');
-            if let Some(signed) = value.strip_prefix(['=', ':']) {
-                let signed = signed.trim_start();
-                if !signed.is_empty() {
-                    return Some((before(signed), self.values(signed, value.starts_with('='))));
-                }
-            } else if is_bearer || name.starts_with('-') {
-                self.is_value = value.is_empty();
-                if !value.is_empty() && value.len() < rest.len() && !value.starts_with(ENDS) {
-                    return Some((before(value), self.values(value, false)));
-                }
-            }
-        }
-        None
-    }
-
-    /// Hides the value, or values, which a text begins with; returns what comes after.
-    fn values<'a>(&mut self, text: &'a str, is_one: bool) -> &'a str {
-        let mut next = text;
-        loop {
-            let (value, rest) = value(next);
-            self.hide(value);
-            next = rest.trim_start();
-            let is_scheme = SCHEMES.iter().any(|of| value.eq_ignore_ascii_case(of));
-            let is_member = value.ends_with(',') && next.starts_with(['"', '\'']);
-            let is_last = is_one && !is_scheme || is_member || next.len() == rest.len();
-            if is_last || next.is_empty() || next.starts_with(ENDS) {
-                return rest;
-            }
-        }
-    }
-
     fn hide(&mut self, value: &str) {
-        let between =
-            |of: char| of.is_whitespace() || UNCLEAR.contains(&of) || ",;])}".contains(of);
-        let all = [value.to_owned(), value.replace('\\', "")];
-        let all = all
-            .into_iter()
-            .chain(value.split(between).map(str::to_owned));
-        let is_secret = |of: &String| !of.is_empty() && !SCHEMES.contains(&&*of.to_lowercase());
-        self.hidden.extend(all.filter(is_secret));
+        let value = value.trim_start_matches('\\');
+        let first = match value.chars().next() {
+            Some(quote @ ('"' | '\'')) => value[1..].split(quote).next(),
+            _ => value.split(is_sign).find(|part| !is_scheme(part)),
+        };
+        let others = value.split(is_sign).filter(|part| {
+            part.len() >= SHORTEST_KEY && !part.starts_with('-') && !is_scheme(part)
+        });
+        let all = [value].into_iter().chain(first).chain(others);
+        let all = all.map(|part| part.trim_end_matches('\\'));
+        self.hidden
+            .extend(all.filter(|part| !part.is_empty()).map(str::to_owned));
     }
 }
 
-/// Where these stand, the end of a value is not clear.
-const UNCLEAR: [char; 7] = ['"', '\'', '\\', '`', '(', '[', '{'];
+/// Finds the first secret of a text; returns what stands before its value, and all that follows. Nothing follows the flag of
+/// which the next words are the values.
+fn secret(text: &str) -> Option<(&str, &str)> {
+    let mut rest = text;
+    while let Some(start) = rest.find(is_of_name) {
+        let named = &rest[start..];
+        let end = named.find(|of| !is_of_name(of)).unwrap_or(named.len());
+        let (name, after) = named.split_at(end);
+        rest = after;
+        if name.len() >= SHORTEST_KEY && BEGINNINGS.iter().any(|of| name.starts_with(of)) {
+            return Some(text.split_at(text.len() - named.len()));
+        }
+        let is_bearer = name.eq_ignore_ascii_case("bearer");
+        if !is_bearer && !is_secret_name(name) {
+            continue;
+        }
+        let value =
+            after.trim_start_matches(|of: char| of.is_whitespace() || "\"'\\,".contains(of));
+        let value = match value.strip_prefix(['=', ':']).map(str::trim_start) {
+            Some("") => continue,
+            Some(value) => value,
+            // What follows a flag may be the next one, or what shells know.
+            None if value.starts_with(['-', '&', '|', ';', '<', '>']) => continue,
+            None if is_bearer || name.starts_with('-') => value,
+            None => continue,
+        };
+        return Some(text.split_at(text.len() - value.len()));
+    }
+    None
+}
 
-/// Begin what is no value: flags and what shells know.
-const ENDS: [char; 6] = ['-', '&', '|', ';', '<', '>'];
-
-/// Nothing shorter is taken for a key by its beginning alone.
+/// Nothing shorter is taken for a secret by its looks alone.
 const SHORTEST_KEY: usize = 12;
 
-/// Words that stand before a key in a header.
-const SCHEMES: [&str; 3] = ["bearer", "basic", "token"];
+/// Tells whether a word stands before a key in a header, or is nothing.
+fn is_scheme(word: &str) -> bool {
+    let schemes = ["", "bearer", "basic", "token"];
+    schemes.iter().any(|of| word.eq_ignore_ascii_case(of))
+}
 
 const fn is_of_name(of: char) -> bool {
     of.is_ascii_alphanumeric() || matches!(of, '_' | '-' | '.')
 }
 
-/// Returns who asks, in what follows the scheme of a URL.
-fn user(text: &str) -> Option<&str> {
-    let end = text.find(|of: char| of.is_whitespace() || "/?#".contains(of));
-    let (user, _) = text[..end.unwrap_or(text.len())].rsplit_once('@')?;
-    Some(user)
-}
-
-/// Splits the value off that a text begins with: what its quotes or brackets hold, or all up to the next space or quote.
-fn value(text: &str) -> (&str, &str) {
-    let bare = text.trim_start_matches('\\');
-    let close = match bare.chars().next() {
-        Some('[') => Some(']'),
-        Some('(') => Some(')'),
-        Some('{') => Some('}'),
-        Some(quote @ ('"' | '\'')) => Some(quote),
-        _ => None,
-    };
-    let inner = close.map_or(bare, |_| &bare[1..]);
-    let are_quotes_escaped = bare.len() < text.len();
-    let mut is_escaped = false;
-    let ends = |of: char| {
-        let is_end = match close {
-            Some(close) => of == close,
-            None => of.is_whitespace() || "\"'".contains(of),
-        };
-        let ends = is_end && (are_quotes_escaped || !is_escaped);
-        is_escaped = of == '\\' && !is_escaped;
-        ends
-    };
-    let end = inner.find(ends).unwrap_or(inner.len());
-    let (value, rest) = inner.split_at(end);
-    (
-        value,
-        close
-            .and_then(|close| rest.strip_prefix(close))
-            .unwrap_or(rest),
-    )
+/// Tells whether a sign stands between values.
+fn is_sign(of: char) -> bool {
+    of.is_whitespace() || "\"'\\`()[]{},;&|<>".contains(of)
 }
 
 #[cfg(test)]
 mod tests {
-    use std::collections::BTreeSet;
-
     use super::*;
 
     fn shown(words: &[&str]) -> String {
@@ -278,7 +235,7 @@ mod tests {
                     "-c",
                     "HF_TOKEN=s3cret vllm serve m --api-key one1 two2 --port 1",
                 ],
-                "sh -c HF_TOKEN=*** vllm serve m --api-key *** --port 1",
+                "sh -c HF_TOKEN=***",
             ),
             (
                 &["sh", "-c", "vllm --port 1 X_PASSWORD='s3 -cret' vllm m"],
@@ -291,7 +248,7 @@ mod tests {
             (&["sh", "-c", "x --token s3cret; y"], "sh -c x --token ***"),
             (
                 &["sh", "-c", "x --token s3cret && y"],
-                "sh -c x --token *** && y",
+                "sh -c x --token ***",
             ),
             (
                 &["x", "{'api_key': ['one1', 'two2'], 'model': 'm'}"],
@@ -303,7 +260,7 @@ mod tests {
             ),
             (
                 &["x", "authorization=Basic s3cret m"],
-                "x authorization=*** m",
+                "x authorization=***",
             ),
             (&["curl", "x: bearer s3cret"], "curl x: bearer ***"),
             (&["x", "bearer", "s3cret", ""], "x bearer *** "),
@@ -321,29 +278,41 @@ mod tests {
         }
     }
 
-    /// What is replaced in logs is the values alone, not all that a command does not show.
+    /// What is replaced in logs is the values, and not all that a command does not show.
     #[test]
     fn values_are_told_apart_from_what_follows_them() {
-        for (word, expected) in [
-            ("A_KEY='s3 cret4' vllm m1234", &["cret4", "s3 cret4"][..]),
+        for (word, secrets) in [
+            ("A_KEY='s3 cret4' vllm m1234", &["s3 cret4"][..]),
+            (r#"{\"key\": \"ab12\", \"model\": 1}"#, &["ab12"]),
             (
-                r#"{"key": "ab12\"cd34", "a": 1}"#,
-                &["ab12", r#"ab12"cd34"#, r#"ab12\"cd34"#, "cd34"],
+                r#"{"keys": ["one1", "a-longer-secret"], "model": "m1234"}"#,
+                &["one1", "a-longer-secret"],
             ),
-            (r#"{\"key\": \"ab12\", \"model\": 1}"#, &["ab12", r"ab12\"]),
             (
-                r#"{"keys": ["one1", "two2"], "model": "m1234"}"#,
-                &[r#""one1", "two2""#, "one1", "two2"],
+                "--api-key one1 --port \"8000\" --token 'two2'",
+                &["one1", "two2"],
             ),
-            ("--api-key one1 'two2' --port \"8000\"", &["one1", "two2"]),
-            ("--api-key=one1,two2", &["one1", "one1,two2", "two2"]),
+            (
+                "--api-key=one1,a-longer-secret",
+                &["one1", "a-longer-secret"],
+            ),
             ("Authorization: Bearer s3cret", &["s3cret"]),
-            (r#"{"key": null, "model": "m1234"}"#, &["null", "null,"]),
             ("A_KEY='a' B_KEY=\"s3cret\" vllm", &["s3cret"]),
+            ("hf_0123456789abcdef m1234", &["hf_0123456789abcdef"]),
         ] {
-            let found = hidden(&[word.to_owned()]).into_iter();
-            let found: BTreeSet<_> = found.filter(|value| value.len() >= 4).collect();
-            assert_eq!(found.iter().collect::<Vec<_>>(), expected, "{word}");
+            let found = hidden(&[word.to_owned()]);
+            for secret in secrets {
+                assert!(
+                    found.iter().any(|found| found == secret),
+                    "{word}: {found:?}"
+                );
+            }
+            for common in ["vllm", "m1234", "model", "--port", "8000", "Bearer"] {
+                assert!(
+                    !found.iter().any(|found| found == common),
+                    "{word}: {found:?}"
+                );
+            }
         }
     }
 
