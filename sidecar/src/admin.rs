@@ -304,7 +304,9 @@ fn set_role(app: &App, id: &str, body: &[u8]) -> Answer {
     struct Wanted {
         role: Role,
     }
-    let wanted: Wanted = serde_json::from_slice(body).map_err(|error| {
+    // A list would be read as the values of the keys in their order.
+    let fields = serde_json::from_slice(body).map(Value::Object);
+    let wanted: Wanted = fields.and_then(serde_json::from_value).map_err(|error| {
         let message = format!(
             "a JSON object with role is accepted, which is prefill, decode or both: {error}"
         );

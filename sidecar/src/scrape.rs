@@ -105,23 +105,25 @@ const MIN_PROBE_TIMEOUT: Duration = Duration::from_secs(2);
 const SMALL: usize = 64 << 10;
 
 const MODELS: &str = "/v1/models";
+/// Models of a worker that are kept, adapters among them.
+const MOST_MODELS: usize = 10_000;
 
 /// Takes in the models that a worker serves, and returns the answer that told of them.
 fn learn_models(fleet: &Fleet, worker: &Worker, answer: Option<Value>) -> Option<Value> {
-    #[derive(Deserialize)]
-    struct List {
-        data: Vec<Entry>,
-    }
     #[derive(Deserialize)]
     struct Entry {
         id: String,
         parent: Option<String>,
     }
     let answer = answer?;
-    let Ok(list) = List::deserialize(&answer) else {
+    let Some(list) = answer["data"].as_array() else {
         return Some(answer);
     };
-    let models = list.data.into_iter().map(|entry| Model {
+    // An entry that is not understood says nothing of the others.
+    let entries = list
+        .iter()
+        .filter_map(|entry| Entry::deserialize(entry).ok());
+    let models = entries.take(MOST_MODELS).map(|entry| Model {
         is_adapter: entry.parent.is_some_and(|parent| !parent.is_empty()),
         id: entry.id,
     });

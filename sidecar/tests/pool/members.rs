@@ -155,7 +155,12 @@ async fn an_operator_changes_roles_and_drains_and_undoes_both() {
     let member = handle.app().fleet.worker("w1").unwrap();
     assert_eq!(member.role(), Role::Prefill);
     assert!(!member.is_eligible());
-    for body in ["", r#"{"role": "chef"}"#, r#"{"role": "both", "x": 1}"#] {
+    for body in [
+        "",
+        r#"["both"]"#,
+        r#"{"role": "chef"}"#,
+        r#"{"role": "both", "x": 1}"#,
+    ] {
         let answer = admin(&handle, "POST", "/v1/workers/w1/role", body).await;
         assert_eq!(answer.status, 400, "{body}");
     }

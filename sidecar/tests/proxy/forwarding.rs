@@ -394,7 +394,7 @@ async fn the_tenant_header_decides_the_salt_only_when_trusted() {
 async fn a_model_that_one_worker_serves_goes_there() {
     let (one, two) = (Mock::ok().await, Mock::ok().await);
     one.set_models(r#"{"data":[{"id":"base","parent":null}]}"#);
-    two.set_models(r#"{"data":[{"id":"base"},{"id":"tuned","parent":"base"}]}"#);
+    two.set_models(r#"{"data":[{"id":"base"},{"id":7},{"id":"tuned","parent":"base"}]}"#);
     let handle = sidecar(&[&one, &two]).await;
     eventually("models known", || async {
         let list = admin(&handle, "GET", "/v1/workers", "").await.json();
