@@ -106,9 +106,11 @@ class Gate:
             return
         with socket.create_connection(("127.0.0.1", self._engine.port), timeout=10) as engine:
             engine.settimeout(None)
+            stops, self._stops = self._stops and bool(passage.parameters), self._stops and not passage.parameters
+            if stops:
+                self._engine.freeze()
             engine.sendall(passage.towards_engine())
             threading.Thread(target=notice_leaving, args=(client, engine), daemon=True).start()
-            stops, self._stops = self._stops and bool(passage.parameters), self._stops and not passage.parameters
             spoken = threading.Event()
             slow = threading.Thread(target=self._engine.slow_motion, args=(spoken,), daemon=True)
             if stops:

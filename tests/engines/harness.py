@@ -175,6 +175,7 @@ class Engine:
         self.port, self.events_port, self.replay_port, self.side_channel_port = free_ports(4)
         self.http = Http("127.0.0.1", self.port)
         self.process: Process | None = None
+        self._workers: list[int] = []
         self.frozen = False
         self.started_seconds = 0.0
         self._start_began = 0.0
@@ -219,6 +220,7 @@ class Engine:
             "UCX_MODULES": "^ib",  # without InfiniBand its module crashes the process at its end
         }
         self._start_began = time.monotonic()
+        self._workers = []
         self.process = Process(f"vllm-{self.name}", command, env)
 
     def wait_ready(self) -> None:
@@ -273,7 +275,9 @@ class Engine:
 
     def _signal_worker(self, signum: int) -> None:
         assert self.process is not None
-        for process in self.process.members("VLLM::Worker"):
+        # Looked for once: on a busy machine the look takes longer than a whole stream does.
+        self._workers = self._workers or self.process.members("VLLM::Worker")
+        for process in self._workers:
             os.kill(process, signum)
 
     def reset(self) -> None:
