@@ -108,7 +108,8 @@ class Process:
         return "\n".join([f"--- last lines of {self.log}", *text[-lines:]])
 
     def kill(self) -> None:
-        """Kills the whole group at once."""
+        """Kills the whole group at once, first the one that answers requests: it would tell clients of the others' end."""
+        self._child.kill()
         os.killpg(self._child.pid, signal.SIGKILL)
         self._child.wait(10)
         self._group_file.unlink(missing_ok=True)

@@ -222,10 +222,10 @@ def test_a_decode_engine_killed_within_a_stream_ends_it_with_one_error(
         pair.decode.kill()
         received += b"".join(pieces)
     events = [line[6:] for line in received.decode().split("\n") if line.startswith("data: ")]
+    assert "[DONE]" not in events, events[-3:]
     errors = [json.loads(event) for event in events if "error" in json.loads(event)]
     assert len(errors) == 1, events[-3:]
     assert "error" in json.loads(events[-1])
-    assert "[DONE]" not in events
     assert all(json.loads(event)["choices"] for event in events[:-1])
     wait_until("it is counted", lambda: lane.handoffs().ended == {"broken_stream": 1}, seconds=30)
     lane.wait_clean()
