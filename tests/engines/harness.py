@@ -108,7 +108,7 @@ class Process:
         return "\n".join([f"--- last lines of {self.log}", *text[-lines:]])
 
     def kill(self) -> None:
-        """Kills the whole group at once, first the one that answers requests: it would tell clients of the others' end."""
+        """Kills the whole group at once, first the one that answers: it would tell of the others' end."""
         self._child.kill()
         os.killpg(self._child.pid, signal.SIGKILL)
         self._child.wait(10)
