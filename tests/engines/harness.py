@@ -267,12 +267,16 @@ class Engine:
         self.frozen = False
 
     def slow_motion(self, over: threading.Event) -> None:
-        """Lets it compute a tenth of the time until `over` is set, and leaves it frozen."""
+        """Lets it compute now and then until `over` is set, and leaves it frozen.
+
+        So little that no stream ends meanwhile: the process that takes requests may be busy for a second with its first
+        event, and 400 tokens take 0.1 s.
+        """
         while not over.is_set():
             self.thaw()
-            time.sleep(0.005)
+            time.sleep(0.002)
             self.freeze()
-            over.wait(0.05)
+            over.wait(0.2)
 
     def _signal_worker(self, signum: int) -> None:
         assert self.process is not None
